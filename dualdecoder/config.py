@@ -1,0 +1,237 @@
+"""Model shapes and method settings, validated where they are made.
+
+Symbols used all over the package (suffixes of tensor names):
+B sequences, R query rows of one step (1 or 2), T tokens, L layers, H query heads, K KV heads, G = H / K,
+D head size, E model width, F MLP width, V vocabulary, N chunks, S selected chunks, C tokens of a chunk,
+O outlier chunks, W tokens of the recent window, X ("record") = K then V of one chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from dualdecoder.errors import ConfigError, require
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding; field meanings as in transformers' ``rope_parameters``."""
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_context: int = 8192
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        require(self.kind in ROPE_KINDS, "rope.kind", self.kind, ", ".join(ROPE_KINDS))
+        require(self.theta > 0, "rope.theta", self.theta, "a positive number")
+        require(self.factor >= 1, "rope.factor", self.factor, "a number of at least 1")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a Llama-family decoder (Llama 3/3.1, Mistral, Qwen2/2.5, Qwen3).
+
+    ``max_context`` is in tokens. A model with a sliding attention window is limited to that window, inside
+    which it equals full attention.
+    """
+
+    name: str
+    layers: int
+    width: int
+    mlp_width: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    max_context: int
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "layers",
+            "width",
+            "mlp_width",
+            "query_heads",
+            "kv_heads",
+            "head_dim",
+            "vocabulary",
+            "max_context",
+        ):
+            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "a positive integer")
+        require(
+            self.query_heads % self.kv_heads == 0,
+            "model.query_heads",
+            self.query_heads,
+            f"a multiple of {self.kv_heads}",
+        )
+        require(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, "an even number")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head (G)."""
+        return self.query_heads // self.kv_heads
+
+    @classmethod
+    def from_transformers(cls, hf: Any, name: str) -> ModelConfig:
+        """Read a transformers config object.
+
+        Raises ``ConfigError`` for an architecture or variant that the decoder does not implement.
+        """
+        require(hf.model_type in ARCHITECTURES, "model_type", hf.model_type, ", ".join(ARCHITECTURES))
+        _reject_unsupported(hf)
+        head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+        return cls(
+            name=name,
+            layers=hf.num_hidden_layers,
+            width=hf.hidden_size,
+            mlp_width=hf.intermediate_size,
+            query_heads=hf.num_attention_heads,
+            kv_heads=hf.num_key_value_heads or hf.num_attention_heads,
+            head_dim=head_dim,
+            vocabulary=hf.vocab_size,
+            max_context=_max_context(hf),
+            rope=_rope_from_transformers(hf),
+            norm_eps=hf.rms_norm_eps,
+            qkv_bias=hf.model_type == "qwen2",
+            qk_norm=hf.model_type == "qwen3",
+            tied_embeddings=bool(hf.tie_word_embeddings),
+        )
+
+
+def _reject_unsupported(hf: Any) -> None:
+    require(hf.hidden_act == "silu", "hidden_act", hf.hidden_act, "silu")
+    for name in ("attention_bias", "mlp_bias"):
+        require(not getattr(hf, name, False), name, True, "False")
+
+
+def _max_context(hf: Any) -> int:
+    window = getattr(hf, "sliding_window", None) if getattr(hf, "use_sliding_window", True) else None
+    return min(hf.max_position_embeddings, window or hf.max_position_embeddings)
+
+
+def _rope_from_transformers(hf: Any) -> RopeConfig:
+    rope = dict(hf.rope_parameters)
+    partial = rope.get("partial_rotary_factor", 1.0)
+    require(partial == 1.0, "rope_parameters.partial_rotary_factor", partial, "1.0")
+    return RopeConfig(
+        theta=rope["rope_theta"],
+        kind=rope.get("rope_type", "default"),
+        factor=rope.get("factor", 1.0),
+        original_context=rope.get("original_max_position_embeddings") or hf.max_position_embeddings,
+        low_freq_factor=rope.get("low_freq_factor", 1.0),
+        high_freq_factor=rope.get("high_freq_factor", 4.0),
+        beta_fast=rope.get("beta_fast") or 32.0,
+        beta_slow=rope.get("beta_slow") or 1.0,
+        attention_factor=rope.get("attention_factor"),
+    )
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """Settings of a KV method. Subclasses add fields; ``from_options`` turns keyword options into one."""
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            # A bool is an int to Python, and never what a number field means.
+            fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            require(fits, name, value, getattr(kind, "__name__", str(kind)))
+
+    @classmethod
+    def from_options(cls, method: str, options: dict[str, Any]) -> MethodConfig:
+        """Build from keyword options. Raises ``ConfigError`` naming an unknown option and the known ones."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name, value in options.items():
+            require(name in known, f"option {name} of method {method}", value, ", ".join(known) or "no options")
+        return cls(**options)
+
+
+SPECULATIONS = ("self", "random_first", "random", "none")
+SCHEDULES = ("layer_aware", "on_demand")
+
+
+@dataclass(frozen=True)
+class DualDecoderConfig(MethodConfig):
+    """Settings of the DualDecoder method (paper sections 4 and 5; defaults as in ``design.md`` section 4).
+
+    budget: selected tokens per KV head and step; a multiple of ``chunk``.
+    chunk: tokens of a chunk.
+    outliers_per_1024: outlier chunks per 1024 tokens of budget; at least one is always kept.
+    local: newest prompt tokens that stay on the GPU; a multiple of ``chunk``.
+    window: capacity in tokens of the recent window (local + generated); beyond it the oldest chunk is flushed.
+    speculation: where the second row's token comes from. self: the previous second row, started with the true
+        second token; random_first: the same, started with a random token; random: a random token each step;
+        none: one row, no prediction.
+    schedule: layer_aware: prefetch two layers ahead; on_demand: fetch only when the selection is known.
+    """
+
+    budget: int = 2048
+    chunk: int = 8
+    outliers_per_1024: int = 24
+    local: int = 32
+    window: int = 64
+    speculation: str = "self"
+    schedule: str = "layer_aware"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.chunk >= 1, "chunk", self.chunk, "a positive number of tokens")
+        for name in ("budget", "local", "window"):
+            value = getattr(self, name)
+            ok = value >= self.chunk and value % self.chunk == 0
+            require(ok, name, value, f"a positive multiple of chunk ({self.chunk} tokens)")
+        minimum = self.local + 2 * self.chunk
+        require(self.window >= minimum, "window", self.window, f"at least local + 2 chunks = {minimum} tokens")
+        require(self.outliers_per_1024 >= 0, "outliers_per_1024", self.outliers_per_1024, "0 or more chunks")
+        require(self.speculation in SPECULATIONS, "speculation", self.speculation, ", ".join(SPECULATIONS))
+        require(self.schedule in SCHEDULES, "schedule", self.schedule, ", ".join(SCHEDULES))
+
+    @property
+    def outliers(self) -> int:
+        """Outlier chunks per KV head (O)."""
+        return max(1, round(self.outliers_per_1024 * self.budget / 1024))
+
+    @property
+    def attended_tokens(self) -> int:
+        """Most tokens one row attends to, itself not counted: selected + outliers + recent window."""
+        return self.budget + self.outliers * self.chunk + self.window
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is chosen. temperature 0 is greedy; top_k and top_p cut the distribution first."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or a positive number")
+        require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "a positive integer or None")
+        require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1] or None")
+
+
+def dtype_from_name(name: str) -> Any:
+    """torch dtype for float32, bfloat16 or float16."""
+    import torch
+
+    allowed = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in allowed:
+        raise ConfigError(f"dtype={name!r} is not allowed; allowed: {', '.join(allowed)}")
+    return allowed[name]

@@ -1,0 +1,21 @@
+"""Errors that a user can cause. Each message names the field and says what is allowed."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A setting is outside what is allowed."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read: missing, truncated, of an unsupported kind or architecture."""
+
+
+class CapacityError(ValueError):
+    """A request needs more tokens or bytes than there are."""
+
+
+def require(allowed_holds: bool, field: str, value: object, allowed: str) -> None:
+    """Raise ``ConfigError`` naming ``field`` unless ``allowed_holds``."""
+    if not allowed_holds:
+        raise ConfigError(f"{field}={value!r} is not allowed; allowed: {allowed}")

@@ -1,0 +1,120 @@
+"""The contract between the engine and a KV method, and the registry of methods.
+
+A method owns the keys and values of all layers. The engine owns tokens, positions, weights and the loop.
+Suffixes: B sequences, R rows, T prompt tokens, H query heads, K KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from dualdecoder.config import MethodConfig, ModelConfig
+from dualdecoder.errors import ConfigError, require
+from dualdecoder.ledger import Ledger, MemoryPlan
+
+# Dotted paths, so that naming a method imports nothing but that method.
+REGISTRY: dict[str, str] = {
+    "dualdecoder": "dualdecoder.dual:DualDecoder",
+    "full_kv": "baselines.full_kv:FullKV",
+}
+
+
+class PrefillSink(Protocol):
+    """Takes one layer's tensors of one sequence: a method, or a snapshot that is handed to methods later."""
+
+    def __call__(self, layer: int, q_THD: Tensor, k_pre_rope_TKD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None: ...
+
+
+class KVMethod(ABC):
+    """Keys and values of ``batch`` sequences of up to ``context`` tokens each, and the attention over them.
+
+    rows: query rows per sequence and decode step, 1 or 2; with 2, row 1 is the speculated successor of row 0.
+    speculation: with two rows, where row 1's token comes from (``SPECULATIONS``).
+    devices: device types that the implementation runs on.
+
+    Decode is ``begin_step``, ``attend`` once per layer in order, ``end_step``. Nothing in it may depend on the
+    value of device data from the host side: no ``.item()``, no data-dependent shape, no branch.
+    """
+
+    config_class: ClassVar[type[MethodConfig]]
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
+    rows: int = 1
+    speculation: str = "none"
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: MethodConfig,
+        *,
+        batch: int,
+        context: int,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        require(batch >= 1, "batch", batch, "a positive number of sequences")
+        require(context >= 1, "context", context, "a positive number of tokens")
+        self.model, self.config = model, config
+        self.batch, self.context, self.dtype = batch, context, dtype
+        self.ledger = Ledger(device)
+        self.allocate()
+
+    @classmethod
+    def plan(cls, model: ModelConfig, config: MethodConfig, batch: int, context: int, dtype: torch.dtype) -> MemoryPlan:
+        """Bytes by category that ``__init__`` with the same arguments takes, without taking them."""
+        return cls(model, config, batch=batch, context=context, dtype=dtype, device="meta").ledger.plan()
+
+    @abstractmethod
+    def allocate(self) -> None:
+        """Take all memory through ``self.ledger``; called once."""
+
+    @abstractmethod
+    def prefill_layer(
+        self, sequence: int, layer: int, q_THD: Tensor, k_pre_rope_TKD: Tensor, k_TKD: Tensor, v_TKD: Tensor
+    ) -> None:
+        """Take the prompt's tensors of one layer of one sequence. Called once per layer, in order."""
+
+    @abstractmethod
+    def begin_step(self, rows: int, commit_B: Tensor) -> None:
+        """Start a step of ``rows`` rows, at most ``self.rows``.
+
+        ``commit_B`` (bool): row 0 of these sequences becomes part of the context. All other rows leave no trace.
+        """
+
+    @abstractmethod
+    def attend(self, layer: int, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor) -> Tensor:
+        """Attention output ``[B, R, H, D]`` of this step's rows. Rows are causal among themselves."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """Finish a step: lengths advance where ``commit_B`` was set."""
+
+    def statistics(self) -> dict[str, float]:
+        """Counters since the prefill, summed over layers; empty for a method without transfers."""
+        return {}
+
+
+def method_class(name: str) -> type[KVMethod]:
+    """The class of a registered method, or of a dotted path ``package.module:Class``.
+
+    Raises ``ConfigError`` listing the registered names.
+    """
+    path = REGISTRY.get(name, name)
+    if ":" not in path:
+        raise ConfigError(f"method={name!r} is not known; allowed: {', '.join(REGISTRY)}, or package.module:Class")
+    module, _, attribute = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"method={name!r}: {path} cannot be imported: {error}") from error
+    require(isinstance(found, type) and issubclass(found, KVMethod), "method", name, "a subclass of KVMethod")
+    return found
+
+
+def method_config(name: str, options: dict[str, Any]) -> MethodConfig:
+    """Validated settings of a method from keyword options."""
+    return method_class(name).config_class.from_options(name, options)

@@ -1,0 +1,45 @@
+"""Engines and prompts shared by all tests. The real model is the embedded SmolLM2."""
+
+import pytest
+import torch
+
+from dualdecoder.checkpoints import load_model
+from dualdecoder.engine import Engine
+from dualdecoder.method import method_config
+from dualdecoder.model import Decoder
+from experiments.harness.workload import manual_prompt
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Engine:
+    return Engine.from_pretrained("smollm2", method="full_kv")
+
+
+@pytest.fixture(scope="session")
+def manual(smollm2: Engine):
+    """manual(n): the first n token ids of real technical English."""
+    return lambda tokens: manual_prompt(smollm2, tokens)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Engine:
+    """A random model of 4 layers; no tokenizer, prompts are token ids."""
+    return Engine(sharpened(load_model("random:tiny")), None, "full_kv", method_config("full_kv", {}))
+
+
+def sharpened(model: Decoder) -> Decoder:
+    """Larger random weights, so that attention is far from uniform and a lost token changes the logits."""
+    for layer in model.layers:
+        layer.qkv_QE *= 12
+        layer.output_EA *= 12
+    return model
+
+
+@pytest.fixture
+def random_ids():
+    """random_ids(n, seed): n token ids for the tiny model."""
+
+    def draw(tokens: int, seed: int = 0) -> list[int]:
+        return torch.randint(512, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+    return draw
