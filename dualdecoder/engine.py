@@ -1,0 +1,280 @@
+"""Prefill and decode of text with any KV method. Start reading here: ``Engine.stream``, ``decode.py``, ``step.py``.
+
+Suffixes: B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualdecoder.checkpoints import RANDOM_PREFIX, load_model, load_tokenizer
+from dualdecoder.config import MethodConfig, SamplingConfig, dtype_from_name
+from dualdecoder.decode import ChooseTokens, DecodeStep, decode
+from dualdecoder.errors import CapacityError, ConfigError, require
+from dualdecoder.ledger import MemoryPlan
+from dualdecoder.method import KVMethod, method_class, method_config
+from dualdecoder.model import Decoder
+from dualdecoder.planning import check_memory, plan_memory
+from dualdecoder.prefill import PrefillSnapshot, prefill_into
+from dualdecoder.sampling import Sampler, Speculator
+from dualdecoder.text import TextPieces
+
+GREEDY = SamplingConfig()
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Generated text and tokens of one prompt. ``finish_reason`` is ``stop`` (a stop token) or ``length``."""
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One new token of one sequence; ``text`` is what can be printed now (empty inside a character)."""
+
+    sequence: int
+    token_id: int
+    text: str
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A prefilled batch and the steps still to be taken. ``first_tokens``: the token after each prompt."""
+
+    method: KVMethod
+    first_tokens: list[int]
+    steps: Iterator[DecodeStep]
+    prefill_s: float
+
+
+@dataclass
+class RunStatistics:
+    """Seconds, tokens and bytes of the last ``generate`` or ``stream``; ``method`` holds the method's own counters."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    memory: MemoryPlan = field(default_factory=MemoryPlan)
+    method: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoded tokens per second, prefill not counted."""
+        return self.new_tokens / self.decode_s if self.decode_s else math.nan
+
+
+class Engine:
+    """A model, a tokenizer and a KV method. Memory for keys and values is taken per call and freed after it."""
+
+    def __init__(self, model: Decoder, tokenizer: Any, method: str, config: MethodConfig) -> None:
+        self.model, self.tokenizer, self.method_name, self.config = model, tokenizer, method, config
+        self.statistics = RunStatistics()
+        _check_device(str(model.device), method)
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str, *, method: str = "dualdecoder", dtype: str = "float32", device: str = "cpu", **options: Any
+    ) -> Engine:
+        """Load ``model`` (see ``load_model``) for ``method`` with its options, for example ``budget=1024``.
+
+        Raises ``ConfigError``, ``CheckpointError``. Settings are checked before the checkpoint is read.
+        """
+        config, torch_dtype = method_config(method, options), dtype_from_name(dtype)
+        _check_device(device, method)
+        tokenizer = None if model.startswith(RANDOM_PREFIX) else load_tokenizer(model)
+        return cls(load_model(model, torch_dtype, device), tokenizer, method, config)
+
+    def with_method(self, method: str, **options: Any) -> Engine:
+        """The same model and tokenizer with another method or other options."""
+        return Engine(self.model, self.tokenizer, method, method_config(method, options))
+
+    def plan(self, batch: int, context: int) -> MemoryPlan:
+        """Bytes by category for ``batch`` sequences of ``context`` tokens; nothing is allocated."""
+        return plan_memory(self.model.config, self.method_name, self.config, batch, context, self.model.dtype)
+
+    def generate(
+        self, prompts: Sequence[Prompt], max_new_tokens: int = 128, sampling: SamplingConfig = GREEDY
+    ) -> list[Completion]:
+        """Complete the prompts (text, or token ids) together as one ragged batch. Counters: ``self.statistics``.
+
+        Raises ``CapacityError`` if a prompt plus ``max_new_tokens`` exceeds the model's context or memory is short.
+        """
+        encoded = self._encode_all(prompts)
+        tokens: list[list[int]] = [[] for _ in encoded]
+        reasons = ["length"] * len(encoded)
+        for event in self.stream(encoded, max_new_tokens, sampling):
+            tokens[event.sequence].append(event.token_id)
+            reasons[event.sequence] = event.finish_reason or "length"
+        done = zip(tokens, encoded, reasons, strict=True)
+        return [Completion(self.text(new), new, len(prompt), reason) for new, prompt, reason in done]
+
+    def stream(
+        self, prompts: Sequence[Prompt], max_new_tokens: int = 128, sampling: SamplingConfig = GREEDY
+    ) -> Iterator[TokenEvent]:
+        """Like ``generate``, token by token. The stop token is yielded too, with no text of its own."""
+        encoded = self._encode_all(prompts)
+        run = self.start(encoded, max_new_tokens, sampling, self.stop_ids)
+        memory = run.method.ledger.plan().with_gpu(weights=self.model.weight_bytes())
+        statistics = RunStatistics(run.prefill_s, prompt_tokens=sum(map(len, encoded)), memory=memory)
+        self.statistics = statistics
+        pieces = [TextPieces(self.tokenizer) for _ in encoded]
+        begin = time.perf_counter()
+        for count, (tokens, active) in enumerate(_rounds(run), start=1):
+            statistics.new_tokens += sum(active)
+            statistics.decode_s = time.perf_counter() - begin
+            statistics.method = run.method.statistics()
+            for b, token in enumerate(tokens):
+                if active[b]:
+                    yield self._event(b, token, pieces[b], last=count == max_new_tokens)
+
+    def start(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int,
+        sampling: SamplingConfig = GREEDY,
+        stop_ids: Iterable[int] = (),
+    ) -> Run:
+        """Prefill a ragged batch; the run then takes up to ``max_new_tokens - 1`` steps."""
+        encoded = self._encode_all(prompts)
+
+        def fill(method: KVMethod, sequence: int) -> Tensor:
+            return prefill_into(self.model, method, sequence, encoded[sequence])
+
+        return self._begin(encoded, fill, max_new_tokens, sampling, stop_ids)
+
+    def resume(
+        self,
+        snapshots: Sequence[PrefillSnapshot],
+        max_new_tokens: int,
+        sampling: SamplingConfig = GREEDY,
+        stop_ids: Iterable[int] = (),
+        choose: ChooseTokens | None = None,
+    ) -> Run:
+        """Like ``start``, from stored prefills. ``choose`` replaces the sampler, for example by known tokens."""
+
+        def fill(method: KVMethod, sequence: int) -> Tensor:
+            return snapshots[sequence].replay(method, sequence)
+
+        return self._begin([s.token_ids for s in snapshots], fill, max_new_tokens, sampling, stop_ids, choose)
+
+    def prefill(self, prompt: Prompt) -> PrefillSnapshot:
+        """Prefill one prompt and keep its tensors, to be decoded by any number of methods with ``resume``."""
+        token_ids = self.encode(prompt)
+        self._check([token_ids], 1)
+        return PrefillSnapshot.take(self.model, token_ids)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text prompt as the tokenizer gives them; ids are passed through."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ConfigError("prompt: this model has no tokenizer; pass token ids instead of text")
+        return self.tokenizer(prompt).input_ids
+
+    def chat(self, message: str) -> list[int]:
+        """Token ids of one user message in the model's chat template, ready for the answer."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ConfigError("chat: the tokenizer of this model has no chat template; pass plain text instead")
+        text = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+        )
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Text of generated tokens without stop tokens; empty if there is no tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        return self.tokenizer.decode([t for t in token_ids if t not in self.stop_ids])
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Token ids that end a sequence."""
+        return frozenset() if self.tokenizer is None else frozenset({self.tokenizer.eos_token_id})
+
+    def _begin(
+        self,
+        prompts: list[list[int]],
+        fill: Callable[[KVMethod, int], Tensor],
+        max_new_tokens: int,
+        sampling: SamplingConfig,
+        stop_ids: Iterable[int],
+        choose: ChooseTokens | None = None,
+    ) -> Run:
+        self._check(prompts, max_new_tokens)
+        lengths = [len(prompt) for prompt in prompts]
+        method = self._allocate(len(prompts), max(lengths) + max_new_tokens)
+        begin = time.perf_counter()
+        logits_BV = torch.stack([fill(method, sequence) for sequence in range(len(prompts))])
+        prefill_s = time.perf_counter() - begin
+        choose = choose or Sampler(sampling)
+        first = choose(logits_BV[:, None], torch.tensor(lengths) - 1)[:, 0].tolist()
+        speculator = self._speculator(method, sampling)
+        steps = decode(self.model, method, first, lengths, choose, speculator, frozenset(stop_ids))
+        return Run(method, first, islice(steps, max_new_tokens - 1), prefill_s)
+
+    def _allocate(self, batch: int, context: int) -> KVMethod:
+        chosen = method_class(self.method_name)
+        model, dtype = self.model.config, self.model.dtype
+        check_memory(chosen.plan(model, self.config, batch, context, dtype), self.model.device)
+        return chosen(model, self.config, batch=batch, context=context, dtype=dtype, device=self.model.device)
+
+    def _speculator(self, method: KVMethod, sampling: SamplingConfig) -> Speculator | None:
+        if method.rows == 1:
+            return None
+        return Speculator(method.speculation, self.model.config.vocabulary, sampling.seed)
+
+    def _encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts, not one string")
+        return [self.encode(prompt) for prompt in prompts]
+
+    def _event(self, sequence: int, token: int, pieces: TextPieces, last: bool) -> TokenEvent:
+        if token in self.stop_ids:
+            return TokenEvent(sequence, token, pieces.rest(), "stop")
+        text = pieces.add(token) + (pieces.rest() if last else "")
+        return TokenEvent(sequence, token, text, "length" if last else None)
+
+    def _check(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+        require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "a positive integer")
+        require(len(prompts) >= 1, "prompts", prompts, "at least one prompt")
+        model = self.model.config
+        for number, prompt in enumerate(prompts):
+            name = f"prompts[{number}]"
+            require(len(prompt) >= 1, name, prompt, "at least one token")
+            outside = [token for token in prompt if not 0 <= token < model.vocabulary]
+            require(not outside, name, outside[:3], f"token ids from 0 to {model.vocabulary - 1}")
+            needed = len(prompt) + max_new_tokens
+            if needed > model.max_context:
+                raise CapacityError(
+                    f"{name}: {len(prompt)} tokens + max_new_tokens={max_new_tokens} = {needed} exceed the context of "
+                    f"{model.name}; allowed: at most {model.max_context}"
+                )
+
+
+def _check_device(device: str, method: str) -> None:
+    kinds = method_class(method).devices
+    usable = [kind for kind in kinds if kind != "cuda" or torch.cuda.is_available()]
+    require(
+        device.partition(":")[0] in usable, "device", device, f"{', '.join(usable)} (method {method}, this machine)"
+    )
+
+
+def _rounds(run: Run) -> Iterator[tuple[list[int], list[bool]]]:
+    """The prompts' first tokens, then every step's: tokens and whose of them count."""
+    yield run.first_tokens, [True] * len(run.first_tokens)
+    for step in run.steps:
+        yield step.token_B, step.active_B

@@ -1,0 +1,78 @@
+"""Recording and forcing predictions, to show that they never change the result."""
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dualdecoder.dual import DualDecoder
+from dualdecoder.engine import Engine, Run
+from dualdecoder.landmarks import NO_CHUNK
+
+
+@dataclass
+class Trace:
+    """Row 0 of a run: logits and tokens of every step, and the true selection of every step and layer.
+
+    ``selections`` starts with the pre-decode, so step ``i`` (from 1) has ``selections[i]``.
+    """
+
+    logits: list[Tensor] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    selections: list[list[Tensor]] = field(default_factory=list)
+
+
+def trace(run: Run) -> Trace:
+    """Take all steps of a run and record them."""
+    result, method = Trace(), run.method
+    attend = method.attend
+
+    def recording_attend(layer: int, *tensors: Tensor) -> Tensor:
+        output = attend(layer, *tensors)
+        if layer == 0:
+            result.selections.append([])
+        result.selections[-1].append(method.selected[layer].clone())
+        return output
+
+    method.attend = recording_attend
+    for step in run.steps:
+        result.logits.append(step.logits_BV)
+        result.tokens.append(step.token_B)
+    return result
+
+
+class ForcedPredictor:
+    """Predicts a share ``quality`` of the next step's true selection and wrong chunks for the rest.
+
+    What it replaces by wrong chunks, and in which order it lists them, is random.
+    """
+
+    def __init__(self, truth: Trace, method: DualDecoder, quality: float, seed: int = 0) -> None:
+        self.truth, self.method, self.quality = truth, method, quality
+        self.random = random.Random(seed)
+        self.calls = [0] * method.model.layers
+
+    def __call__(self, layer: int, scores_BKN: Tensor) -> Tensor:
+        self.calls[layer] += 1
+        if self.calls[layer] == len(self.truth.selections):
+            return torch.full_like(self.method.selected[layer], NO_CHUNK)
+        following = self.truth.selections[self.calls[layer]][layer]
+        heads = [
+            [self._mix(k, int(n)) for k in head]
+            for head, n in zip(following.tolist(), self.method.chunks_B, strict=True)
+        ]
+        return torch.tensor(heads)
+
+    def _mix(self, selected: list[int], chunks: int) -> list[int]:
+        right = [chunk for chunk in selected if chunk != NO_CHUNK]
+        wrong = [chunk for chunk in range(chunks) if chunk not in right]
+        kept = self.random.sample(right, round(self.quality * len(right)))
+        mixed = kept + self.random.sample(wrong, min(len(wrong), len(selected) - len(kept)))
+        self.random.shuffle(mixed)
+        return (mixed + [NO_CHUNK] * len(selected))[: len(selected)]
+
+
+def start(engine: Engine, prompts: list[list[int]], new_tokens: int, **options: object) -> Run:
+    """A DualDecoder run on the engine's model."""
+    return engine.with_method("dualdecoder", **options).start(prompts, new_tokens)
