@@ -1,0 +1,1 @@
+"""Experiments that reproduce the paper: tasks, runs and reports built on the dualdecoder package."""

@@ -1,0 +1,51 @@
+"""Random words, keys, numbers and names.
+
+The words come from wonderwords, as in RULER; other releases of that package can give other samples.
+"""
+
+from collections.abc import Callable, Collection
+from functools import cache
+from random import Random
+from string import ascii_uppercase
+
+from wonderwords import RandomWord
+
+
+@cache
+def _category(name: str) -> tuple[str, ...]:
+    """Return the words of one wonderwords category in alphabetical order."""
+    return tuple(sorted(set(RandomWord(enhanced_prefixes=False).filter(include_categories=[name]))))
+
+
+@cache
+def all_words() -> tuple[str, ...]:
+    """Return every noun, adjective and verb once, in alphabetical order; a few contain a space or a hyphen."""
+    return tuple(sorted({word for name in ("noun", "adjective", "verb") for word in _category(name)}))
+
+
+def random_key(rng: Random) -> str:
+    """Return a random adjective-noun pair such as "quiet-harbor"."""
+    return f"{rng.choice(_category('adjective'))}-{rng.choice(_category('noun'))}"
+
+
+def random_number(rng: Random, digits: int) -> str:
+    """Return a random number with `digits` digits, the first of them not zero."""
+    return str(rng.randrange(10 ** (digits - 1), 10**digits))
+
+
+def random_name(rng: Random, letters: int) -> str:
+    """Return a random name of `letters` capital letters."""
+    return "".join(rng.choices(ascii_uppercase, k=letters))
+
+
+def distinct(count: int, draw: Callable[[], str], taken: Collection[str] = ()) -> list[str]:
+    """Return `count` different results of `draw`, none of them in `taken`, in the order drawn.
+
+    `draw` must have far more than `count` results to choose from, as repeats are drawn again.
+    """
+    found: dict[str, None] = {}
+    while len(found) < count:
+        candidate = draw()
+        if candidate not in taken:
+            found[candidate] = None
+    return list(found)
