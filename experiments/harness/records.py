@@ -1,0 +1,135 @@
+"""One JSON file per measured point: written atomically, validated on every read and write."""
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from experiments.harness.rows import row_problem
+
+SCHEMA = 1
+STATUSES = ("running", "ok", "failed")
+
+
+class RecordError(ValueError):
+    """A record that cannot be used; the message names the file, the field and what is allowed."""
+
+    def __init__(self, path: Path, field_name: str, problem: str) -> None:
+        super().__init__(f"{path}: field '{field_name}' {problem}")
+        self.path = path
+        self.field = field_name
+
+
+@dataclass(frozen=True)
+class Record:
+    """A point: what was asked (`config`), where (`environment`), how it ended (`status`), what was seen (`rows`).
+
+    `started` and `finished` are UTC in ISO 8601, `seconds` is the wall time of the measurement, `error` holds type,
+    message and traceback. A record still "running" belongs to a run that is under way or was interrupted.
+    """
+
+    experiment: str
+    point: str
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    command: str
+    started: str
+    finished: str | None = None
+    seconds: float | None = None
+    status: str = "running"
+    error: dict[str, str] | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    schema: int = SCHEMA
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "schema": (int,),
+    "experiment": (str,),
+    "point": (str,),
+    "config": (dict,),
+    "environment": (dict,),
+    "command": (str,),
+    "started": (str,),
+    "finished": (str, NoneType),
+    "seconds": (int, float, NoneType),
+    "status": (str,),
+    "error": (dict, NoneType),
+    "rows": (list,),
+}
+assert set(_TYPES) == {item.name for item in fields(Record)}
+
+
+def read_record(path: Path) -> Record:
+    """The record in `path`. Raises RecordError for a file that is unreadable, truncated or not of this schema."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecordError(path, "(whole file)", f"is not readable JSON: {error}") from error
+    return _parse(path, data)
+
+
+def load_records(folder: Path) -> tuple[list[Record], list[RecordError]]:
+    """Every record below `folder` in path order, and an error for each file that is not one."""
+    records, errors = [], []
+    for path in sorted(folder.rglob("*.json")):
+        try:
+            records.append(read_record(path))
+        except RecordError as error:
+            errors.append(error)
+    return records, errors
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Put `record` at `path` whole or not at all. An invalid one raises ValueError (RecordError for a field)."""
+    _parse(path, asdict(record))
+    text = json.dumps(asdict(record), indent=1, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The name does not end in .json: a file that a killed process leaves behind is never read as a record.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _parse(path: Path, data: Any) -> Record:
+    if not isinstance(data, dict):
+        raise RecordError(path, "(whole file)", "must be a JSON object")
+    _check_schema(path, data)
+    for name, types in _TYPES.items():
+        if name not in data:
+            raise RecordError(path, name, "is missing")
+        if not isinstance(data[name], types):
+            allowed = " or ".join("null" if kind is NoneType else kind.__name__ for kind in types)
+            raise RecordError(path, name, f"is {type(data[name]).__name__}; allowed: {allowed}")
+    _check_status(path, data)
+    if problem := row_problem(data["experiment"], data["rows"]):
+        raise RecordError(path, *problem)
+    return Record(**data)
+
+
+def _check_schema(path: Path, data: dict[str, Any]) -> None:
+    # First of all checks: a newer schema may rename any other field.
+    if "schema" not in data:
+        raise RecordError(path, "schema", "is missing")
+    if data["schema"] != SCHEMA:
+        raise RecordError(path, "schema", f"is {data['schema']!r}; this code reads {SCHEMA}")
+    if unknown := sorted(set(data) - set(_TYPES)):
+        raise RecordError(path, unknown[0], f"is unknown to schema {SCHEMA}")
+
+
+def _check_status(path: Path, data: dict[str, Any]) -> None:
+    if data["status"] not in STATUSES:
+        raise RecordError(path, "status", f"is {data['status']!r}; allowed: {', '.join(STATUSES)}")
+    if (data["status"] == "running") != (data["finished"] is None):
+        raise RecordError(path, "finished", "must be null while the status is running, and a time otherwise")
+    if (data["status"] == "failed") != (data["error"] is not None):
+        raise RecordError(path, "error", "must be there if the status is failed, and null otherwise")

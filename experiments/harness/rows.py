@@ -1,0 +1,117 @@
+"""What a row of each experiment must hold: the contract between a measurement and the report."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value: the words for an error message and the test."""
+
+    words: str
+    accepts: Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_number(item) for item in value)
+
+
+def _is_fraction(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= 1
+
+
+def _is_bytes(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_number(item) for item in value.values())
+
+
+def _optional(kind: Kind) -> Kind:
+    return Kind(f"{kind.words} or null", lambda value: value is None or kind.accepts(value))
+
+
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+NUMBER = Kind("a number", _is_number)
+NUMBERS = Kind("a list of one or more numbers", _is_numbers)
+INTERVAL = Kind("two numbers [low, high]", lambda value: _is_numbers(value) and len(value) == 2)
+FRACTION = Kind("a number from 0 to 1", _is_fraction)
+PERCENT = Kind("a number from 0 to 100", lambda value: _is_number(value) and 0 <= value <= 100)
+BYTES = Kind("numbers by category", _is_bytes)
+SCOPE = Kind("all, layer or step", lambda value: value in ("all", "layer", "step"))
+
+ROW_FIELDS: dict[str, dict[str, Kind]] = {
+    "throughput": {
+        "model": TEXT,
+        "method": TEXT,
+        "context": NUMBER,
+        "batch": NUMBER,
+        "rows_per_step": NUMBER,
+        "device": TEXT,
+        "dtype": TEXT,
+        "steps": NUMBER,
+        "step_ms": NUMBERS,
+        "prefill_s": NUMBER,
+        "tokens_per_s": NUMBER,
+        "hit_rate": _optional(FRACTION),
+        "urgent_bytes_per_step": NUMBER,
+        "prefetched_bytes_per_step": NUMBER,
+        "kv_gpu_bytes": NUMBER,
+        "host_bytes": NUMBER,
+    },
+    "residency": {
+        "model": TEXT,
+        "context": NUMBER,
+        "method": TEXT,
+        "dtype": TEXT,
+        "budget": _optional(NUMBER),
+        "batch": NUMBER,
+        "gpu": BYTES,
+        "host": BYTES,
+        "gpu_total": NUMBER,
+        "host_total": NUMBER,
+        "per_sequence_gpu": NUMBER,
+        "cap_bytes": NUMBER,
+        "largest_batch": NUMBER,
+    },
+    "prediction": {
+        "speculation": TEXT,
+        "scope": SCOPE,
+        "layer": _optional(NUMBER),
+        "step": _optional(NUMBER),
+        "kv_accuracy": FRACTION,
+        "reuse": _optional(FRACTION),
+        "token_accuracy": _optional(FRACTION),
+        "model": TEXT,
+        "context": NUMBER,
+        "budget": NUMBER,
+        "steps": NUMBER,
+    },
+    "ruler": {
+        "task": TEXT,
+        "length": NUMBER,
+        "method": TEXT,
+        "model": TEXT,
+        "budget": _optional(NUMBER),
+        "score": PERCENT,
+        "scores": NUMBERS,
+        "samples": NUMBER,
+        "ci95": INTERVAL,
+        "attended_tokens": _optional(NUMBER),
+    },
+}
+
+
+def row_problem(experiment: str, rows: list[Any]) -> tuple[str, str] | None:
+    """The first fault in `rows` as (field, problem), or None; an experiment not listed above may hold any rows."""
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            return f"rows[{index}]", "must be an object"
+        for name, kind in ROW_FIELDS.get(experiment, {}).items():
+            if name not in row:
+                return f"rows[{index}].{name}", f"is missing; it must be {kind.words}"
+            if not kind.accepts(row[name]):
+                return f"rows[{index}].{name}", f"is {row[name]!r:.60}; it must be {kind.words}"
+    return None

@@ -1,0 +1,121 @@
+"""Which records count: the newest finished one of each config, apart by hardware; the rest is named, not hidden."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from experiments.harness.records import Record, RecordError, load_records
+
+CPU_WORDS = "CPU reference, not a GPU speed"
+PLANNED_WORDS = "planned bytes (no GPU needed)"
+QUALITY_WORDS = "quality, computed on"
+IDEAL_WORDS = "ideal: weights and activations only, the paper's bound, not a system"
+# Bytes out of plan() are the same on every machine; quality is not a speed, but its last digits may depend on one.
+_PLANNED = ("residency",)
+_QUALITY = ("prediction", "ruler")
+
+
+@dataclass(frozen=True)
+class Section:
+    """The rows of one experiment on one kind of hardware, with the caption that must stand beside them."""
+
+    caption: str
+    rows: pd.DataFrame
+
+
+@dataclass(frozen=True)
+class Collection:
+    """All records of a results folder, sorted by what can be said about them."""
+
+    ok: list[Record]
+    outdated: list[Record]
+    failed: list[Record]
+    unfinished: list[Record]
+    errors: list[RecordError]
+
+    def sections(self, experiment: str) -> list[Section]:
+        """One section per kind of hardware: a CPU's speeds never stand in a GPU's table."""
+        groups: dict[str, list[Record]] = {}
+        for record in self.ok:
+            if record.experiment == experiment and record.rows:
+                groups.setdefault(hardware(record), []).append(record)
+        outdated = [record for record in self.outdated if record.experiment == experiment]
+        return [
+            Section(_caption(name, records, outdated), pd.DataFrame([row for item in records for row in item.rows]))
+            for name, records in sorted(groups.items())
+        ]
+
+
+def collect(folder: Path) -> Collection:
+    """Read every record below `folder`; of several of the same config and hardware the newest finished one counts."""
+    records, errors = load_records(folder)
+    by_time = sorted(records, key=lambda record: (record.finished or "", record.point))
+    newest = {_subject(record): record for record in by_time if record.status == "ok"}
+    outdated = [record for record in records if record.status == "ok" and newest[_subject(record)] is not record]
+    failed = [record for record in records if record.status == "failed" and not _superseded(record, newest)]
+    unfinished = [record for record in records if record.status == "running"]
+    ok = [record for record in records if newest.get(_subject(record)) is record]
+    return Collection(ok, outdated, failed, unfinished, errors)
+
+
+def hardware(record: Record) -> str:
+    """What computed: "NVIDIA H200", "2 x NVIDIA H200" or "CPU" with its model; "any" for what is only planned."""
+    if record.experiment in _PLANNED:
+        return "any"
+    gpus = record.environment.get("gpu")
+    devices = {record.config.get("device"), *(row.get("device") for row in record.rows)}
+    if not gpus or "cpu" in devices:
+        return f"CPU {record.environment.get('cpu', 'of unknown model')}"
+    return gpus[0]["name"] if len(gpus) == 1 else f"{len(gpus)} x {gpus[0]['name']}"
+
+
+def _subject(record: Record) -> tuple[str, str, str]:
+    return record.experiment, json.dumps(record.config, sort_keys=True), hardware(record)
+
+
+def _superseded(record: Record, newest: dict[tuple[str, str, str], Record]) -> bool:
+    later = newest.get(_subject(record))
+    return later is not None and (later.finished or "") >= (record.finished or "")
+
+
+def _caption(name: str, records: list[Record], outdated: list[Record]) -> str:
+    parts = [_origin(name, records)]
+    parts.append("commit " + _joined(_commit(record.environment) for record in records))
+    parts.append(f"records: {len(records)}")
+    if dropped := sum(hardware(record) == name for record in outdated):
+        parts.append(f"older records of the same configs, left out: {dropped} (only the newest version counts)")
+    if any(row.get("method") == "ideal" for record in records for row in record.rows):
+        parts.append(IDEAL_WORDS)
+    return "; ".join(parts)
+
+
+def _origin(name: str, records: list[Record]) -> str:
+    experiment = records[0].experiment
+    if experiment in _PLANNED:
+        return PLANNED_WORDS
+    where = f"{name}{_details(name, records)}"
+    if experiment in _QUALITY:
+        return f"{QUALITY_WORDS} {where}"
+    return f"Hardware: {where}" + (f"; {CPU_WORDS}" if name.startswith("CPU ") else "")
+
+
+def _details(name: str, records: list[Record]) -> str:
+    if name.startswith("CPU "):
+        return f" ({_joined(record.environment.get('torch_threads') for record in records)} threads)"
+    gpus = [record.environment["gpu"][0] for record in records]
+    links = _joined(f"PCIe {gpu.get('pcie_generation')} x{gpu.get('pcie_width')}" for gpu in gpus)
+    return f" ({_joined(gpu.get('memory_mib') for gpu in gpus)} MiB, {links})"
+
+
+def _commit(environment: dict[str, Any]) -> str:
+    commit, dirty = environment.get("commit"), environment.get("dirty")
+    state = {True: "dirty", False: "clean", None: "dirty flag unknown"}[dirty]
+    return f"{commit[:12] if commit else 'unknown'} ({state})"
+
+
+def _joined(values: Iterable[Any]) -> str:
+    return ", ".join(sorted({str(value) for value in values}))

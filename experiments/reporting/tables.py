@@ -1,0 +1,264 @@
+"""The four tables: plain numbers for the CSV file, and the same numbers as texts, apart by model, for reading."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from experiments.reporting.collect import Section
+
+GIB = 2**30
+MIB = 2**20
+# What a reader looks for first; all others follow by name.
+ORDERS = {
+    "method": ("ideal", "full_kv", "dualdecoder"),
+    "speculation": ("self", "random_first", "random"),
+    "task": ("niah_*", "vt", "cwe"),
+}
+# Below this share of the total a category is not worth a name.
+_SMALL = 0.01
+_LEFT = ("method", "speculation", "task", "GPU GiB by category", "kind", "record", "reason")
+
+
+@dataclass(frozen=True)
+class Table:
+    """How one experiment is tabulated: `numbers` makes the CSV columns, `texts` what is read of one model.
+
+    Rows that differ in a column of `apart` are printed in different tables; `unit` says what a bare cell holds.
+    """
+
+    numbers: Callable[[pd.DataFrame], pd.DataFrame]
+    texts: Callable[[pd.DataFrame], pd.DataFrame]
+    apart: tuple[str, ...]
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One printed table."""
+
+    title: str
+    texts: pd.DataFrame
+
+
+def no_records(name: str) -> str:
+    """What stands in place of a table without records."""
+    return f"no records: run python -m experiments.{name}"
+
+
+def write_tables(name: str, sections: list[Section], folder: Path) -> list[Path]:
+    """Write `<name>.csv` and `<name>.md` into `folder`; both say so if there are no records."""
+    folder.mkdir(parents=True, exist_ok=True)
+    csv, markdown = folder / f"{name}.csv", folder / f"{name}.md"
+    frames = [numbers(name, section).assign(caption=section.caption) for section in sections]
+    whole = pd.concat(frames) if frames else pd.DataFrame({"note": [no_records(name)]})
+    # Converted: a column of whole numbers stays one where some cells are empty.
+    csv.write_text(whole.convert_dtypes().to_csv(index=False, lineterminator="\n"), encoding="utf-8")
+    text = "\n\n".join(_section_markdown(name, section) for section in sections) or no_records(name)
+    markdown.write_text(f"# {name}\n\n{text}\n", encoding="utf-8")
+    return [csv, markdown]
+
+
+def numbers(name: str, section: Section) -> pd.DataFrame:
+    """The rows of one section as plain numbers, one column each, in reading order."""
+    return TABLES[name].numbers(section.rows)
+
+
+def parts(name: str, section: Section) -> list[Part]:
+    """The tables of one section as texts."""
+    table, made = TABLES[name], []
+    for group in split(numbers(name, section), table.apart):
+        texts = table.texts(group)
+        made.append(Part(f"{name}: {headline(group, without=texts.columns)}{table.unit}", texts))
+    return made
+
+
+def split(table: pd.DataFrame, names: tuple[str, ...]) -> list[pd.DataFrame]:
+    """The rows of `table` apart by the columns `names`, in the order in which they come."""
+    return [group.reset_index(drop=True) for _, group in table.groupby(list(names), sort=False, dropna=False)]
+
+
+def headline(table: pd.DataFrame, without: Any = ()) -> str:
+    """What all rows of `table` have in common, in words."""
+    names = [name for name in _HEADLINE if name in table and name not in without and table[name].nunique() == 1]
+    return ", ".join(_HEADLINE[name](table[name].dropna().iloc[0]) for name in names)
+
+
+def is_text(column: str) -> bool:
+    """Whether a column of texts reads from the left; numbers end at the right."""
+    return column in _LEFT
+
+
+def as_markdown(texts: pd.DataFrame) -> str:
+    """A Markdown table of a frame of texts."""
+    rule = ["---" if is_text(name) else "---:" for name in texts.columns]
+    lines = [list(texts.columns), rule, *texts.to_numpy().tolist()]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def in_order(table: pd.DataFrame, names: list[str]) -> pd.DataFrame:
+    """`table` sorted by the columns `names`: numbers by size, known names as in ORDERS, others after them."""
+    return table.sort_values(names, kind="stable", key=_ranks).reset_index(drop=True)
+
+
+def with_budget(table: pd.DataFrame) -> pd.DataFrame:
+    """`table` with the budget in the method's name if there are several of them."""
+    if table["budget"].nunique() < 2:
+        return table
+    pairs = zip(table["method"], table["budget"], strict=True)
+    return table.assign(method=[name if pd.isna(budget) else f"{name} ({budget:.0f})" for name, budget in pairs])
+
+
+def by_category(line: dict[str, Any]) -> dict[str, float]:
+    """GPU bytes of a row of the residency table by category, largest first; the small ones together are "other"."""
+    sizes = {name[4:-6]: size for name, size in line.items() if name.startswith("gpu_") and name.endswith("_bytes")}
+    large = {name: size for name, size in sizes.items() if size and size >= _SMALL * line["gpu_total"]}
+    kept = dict(sorted(large.items(), key=lambda item: -item[1]))
+    rest = sum(sizes.values()) - sum(kept.values())
+    return {**kept, "other": rest} if rest else kept
+
+
+def length_text(tokens: float) -> str:
+    """A number of tokens: 128K for 131072, and in full if it is no multiple of 1024."""
+    return f"{tokens / 1024:.0f}K" if tokens % 1024 == 0 else f"{tokens:.0f}"
+
+
+def _section_markdown(name: str, section: Section) -> str:
+    tables = [f"## {part.title}\n\n{as_markdown(part.texts)}" for part in parts(name, section)]
+    return "\n\n".join([section.caption, *tables])
+
+
+def _throughput(rows: pd.DataFrame) -> pd.DataFrame:
+    quantiles = {f"step_ms_p{q}": [float(np.percentile(steps, q)) for steps in rows["step_ms"]] for q in (10, 50, 90)}
+    return _arranged(rows.drop(columns="step_ms").assign(**quantiles), ["model", "dtype", "context", "batch", "method"])
+
+
+def _throughput_texts(table: pd.DataFrame) -> pd.DataFrame:
+    middle, low, high = (_fixed(table[f"step_ms_p{q}"], 1) for q in (50, 10, 90))
+    return pd.DataFrame(
+        {
+            "context": [length_text(value) for value in table["context"]],
+            "batch": _fixed(table["batch"], 0),
+            "method": table["method"],
+            "tok/s": _fixed(table["tokens_per_s"], 1),
+            "step ms, median (p10-p90)": [f"{m} ({a}-{b})" for m, a, b in zip(middle, low, high, strict=True)],
+            "hit rate %": _percent(table["hit_rate"]),
+            "urgent MiB/step": _fixed(table["urgent_bytes_per_step"], 2, MIB),
+            "prefetched MiB/step": _fixed(table["prefetched_bytes_per_step"], 2, MIB),
+            "KV on GPU GiB": _fixed(table["kv_gpu_bytes"], 2, GIB),
+        }
+    )
+
+
+def _residency(rows: pd.DataFrame) -> pd.DataFrame:
+    categories = {
+        f"{place}_{category}_bytes": [held.get(category, 0) for held in rows[place]]
+        for place in ("gpu", "host")
+        for category in sorted({key for held in rows[place] for key in held})
+    }
+    keys = ["model", "dtype", "cap_bytes", "context", "batch", "method", "budget"]
+    return _arranged(rows.drop(columns=["gpu", "host"]).assign(**categories), keys)
+
+
+def _residency_texts(table: pd.DataFrame) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "context": [length_text(value) for value in table["context"]],
+            "method": with_budget(table)["method"],
+            "batch": _fixed(table["batch"], 0),
+            "GPU GiB": _fixed(table["gpu_total"], 2, GIB),
+            "GPU GiB by category": [_category_text(line) for line in table.to_dict("records")],
+            "GiB per sequence": _fixed(table["per_sequence_gpu"], 2, GIB),
+            "host GiB per sequence": _fixed(table["host_total"] / table["batch"], 2, GIB),
+            "largest batch": [f"{batch:.0f}" if batch else "does not fit" for batch in table["largest_batch"]],
+        }
+    )
+
+
+def _category_text(line: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in by_category(line).items())
+
+
+def _prediction(rows: pd.DataFrame) -> pd.DataFrame:
+    return _arranged(rows, ["model", "context", "budget", "speculation", "scope", "layer", "step"])
+
+
+def _prediction_texts(table: pd.DataFrame) -> pd.DataFrame:
+    table = table[table["scope"] == "all"].reset_index(drop=True)
+    return pd.DataFrame(
+        {
+            "context": [length_text(value) for value in table["context"]],
+            "budget": _fixed(table["budget"], 0),
+            "steps": _fixed(table["steps"], 0),
+            "speculation": table["speculation"],
+            "KV accuracy %": _percent(table["kv_accuracy"]),
+            "last-step reuse %": _percent(table["reuse"]),
+            "token accuracy %": _percent(table["token_accuracy"]),
+        }
+    )
+
+
+def _ruler(rows: pd.DataFrame) -> pd.DataFrame:
+    ends = {"ci95_low": [ends[0] for ends in rows["ci95"]], "ci95_high": [ends[1] for ends in rows["ci95"]]}
+    # Single answers stay in the records.
+    rows = rows.drop(columns=["scores", "ci95", "answers", "expected"], errors="ignore").assign(**ends)
+    return _arranged(rows, ["model", "task", "length", "method", "budget"])
+
+
+def _ruler_texts(table: pd.DataFrame) -> pd.DataFrame:
+    """One line per task and length, one column per method (and budget)."""
+    score, low, high = (_fixed(table[name], 1) for name in ("score", "ci95_low", "ci95_high"))
+    keys = {
+        "task": table["task"],
+        "length": [length_text(value) for value in table["length"]],
+        "samples": _fixed(table["samples"], 0),
+    }
+    cells = [f"{s} ({a}-{b})" for s, a, b in zip(score, low, high, strict=True)]
+    named = pd.DataFrame({**keys, "method": with_budget(table)["method"], "cell": cells})
+    wide = named.pivot_table(index=list(keys), columns="method", values="cell", aggfunc=" / ".join, sort=False)
+    columns = with_budget(in_order(table, ["method", "budget"]))["method"].unique()
+    return wide[list(columns)].fillna("-").rename_axis(columns=None).reset_index()
+
+
+TABLES: dict[str, Table] = {
+    "throughput": Table(_throughput, _throughput_texts, ("model", "dtype")),
+    "residency": Table(_residency, _residency_texts, ("model", "dtype", "cap_bytes")),
+    "prediction": Table(_prediction, _prediction_texts, ("model",)),
+    "ruler": Table(_ruler, _ruler_texts, ("model",), unit=", score % (95 % interval)"),
+}
+_HEADLINE: dict[str, Callable[[Any], str]] = {
+    "model": str,
+    "dtype": str,
+    "context": lambda tokens: f"context {length_text(tokens)}",
+    "batch": lambda batch: f"batch {batch:.0f}",
+    "budget": lambda budget: f"budget {budget:.0f}",
+    "cap_bytes": lambda size: f"cap {size / GIB:g} GiB",
+}
+
+
+def _arranged(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    others = [name for name in frame.columns if name not in keys]
+    return in_order(frame[keys + others], keys)
+
+
+def _ranks(column: pd.Series) -> pd.Series:
+    if column.name not in ORDERS:
+        return column
+    return column.map(lambda name: f"{_position(ORDERS[column.name], name):03d} {name}")
+
+
+def _position(order: tuple[str, ...], name: str) -> int:
+    return next((place for place, pattern in enumerate(order) if fnmatchcase(name, pattern)), len(order))
+
+
+def _percent(shares: pd.Series) -> list[str]:
+    return _fixed(shares, 1, 0.01)
+
+
+def _fixed(values: pd.Series, digits: int, unit: float = 1) -> list[str]:
+    """Numbers in multiples of `unit` with so many digits after the point; a dash for nothing."""
+    return ["-" if pd.isna(value) else f"{value / unit:.{digits}f}" for value in values]

@@ -1,0 +1,153 @@
+"""Every config composes, every experiment measures, on small points of the real model or the tiny one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from dualdecoder.checkpoints import named_shape
+from dualdecoder.engine import Engine
+from dualdecoder.errors import ConfigError
+from dualdecoder.method import method_config
+from experiments import prediction, residency, ruler, throughput
+from experiments.harness import workload
+from experiments.harness.records import load_records
+from experiments.harness.rows import row_problem
+from experiments.harness.statistics import wilson_interval
+from experiments.reproduce import read_runs
+
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf"
+EXPERIMENTS = ("throughput", "residency", "prediction", "ruler")
+MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
+
+
+def config(name: str, *overrides: str):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(name, list(overrides))
+
+
+@pytest.fixture
+def loaded(smollm2: Engine, monkeypatch) -> None:
+    """The session's model instead of another copy of it."""
+    monkeypatch.setattr(workload, "_loaded", lambda source, dtype: smollm2)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_model_config_composes(experiment: str, model: str) -> None:
+    cfg = config(experiment, f"model={model}")
+    OmegaConf.resolve(cfg)
+    assert cfg.model.name == model
+    named_shape(cfg.model.shape)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_config_is_valid(method: str) -> None:
+    cfg = config("throughput", f"method={method}")
+    assert cfg.method.name == method
+    method_config(cfg.method.name, OmegaConf.to_container(cfg.method.options, resolve=True))
+
+
+def test_reproduce_runs_compose() -> None:
+    runs, _ = read_runs(CONF / "reproduce.yaml")
+    assert {run.experiment for run in runs} == set(EXPERIMENTS)
+    for run in runs:
+        single = [item.split(",")[0] for item in run.overrides if item != "-m"]
+        OmegaConf.resolve(config(run.experiment, *single))
+
+
+def test_residency_rows() -> None:
+    rows = residency.measure(config("residency", "model=llama-3-8b"))
+    assert row_problem("residency", rows) is None
+    by_method = {row["method"]: row for row in rows}
+    assert list(by_method) == ["ideal", "full_kv", "dualdecoder"]
+    assert by_method["dualdecoder"]["gpu"]["landmarks"] == 12 * 2**30
+    for row in rows:
+        fixed = row["gpu_total"] - 12 * row["per_sequence_gpu"]
+        assert row["largest_batch"] == (row["cap_bytes"] - fixed) // row["per_sequence_gpu"]
+    batches = [by_method[name]["largest_batch"] for name in ("full_kv", "dualdecoder", "ideal")]
+    assert batches == sorted(batches)
+
+
+def test_residency_of_a_model_that_does_not_fit() -> None:
+    rows = residency.measure(config("residency", "model=qwen2.5-32b", "hardware=gpu24"))
+    assert {row["largest_batch"] for row in rows} == {0}
+
+
+def test_throughput_rows(loaded) -> None:
+    overrides = ("context=96", "budget=32", "steps=3", "warmup=1", "batch=2")
+    for method, rows_per_step in (("full_kv", 1), ("dualdecoder", 2)):
+        (row,) = throughput.measure(config("throughput", f"method={method}", *overrides))
+        assert row_problem("throughput", [row]) is None
+        assert (row["rows_per_step"], row["device"], len(row["step_ms"])) == (rows_per_step, "cpu", 3)
+        # The buffers of 2 layers move 32 tokens of K and V for 3 heads and 2 sequences in 30 layers.
+        most = 30 * 2 * 3 * 32 * 64 * 2 * 4
+        assert row["prefetched_bytes_per_step"] == (0 if method == "full_kv" else most)
+        assert row["urgent_bytes_per_step"] <= most
+
+
+def test_prediction_rows(loaded) -> None:
+    rows = prediction.measure(config("prediction", "context=200", "budget=64", "steps=6"))
+    assert row_problem("prediction", rows) is None
+    for speculation in ("self", "random_first", "random"):
+        of_kind = [row for row in rows if row["speculation"] == speculation]
+        assert [row["scope"] for row in of_kind] == ["all"] + ["layer"] * 30 + ["step"] * 5
+        total, steps = of_kind[0], [row for row in of_kind if row["scope"] == "step"]
+        # Every step selects the same number of chunks, so the mean over steps is the overall share.
+        assert sum(row["kv_accuracy"] for row in steps) / 5 == pytest.approx(total["kv_accuracy"])
+        assert sum(row["token_accuracy"] for row in steps) / 5 == pytest.approx(total["token_accuracy"])
+
+
+def test_ruler_rows(loaded) -> None:
+    rows = ruler.measure(config("ruler", "length=400", "samples=3", "batch=2", "budget=128"))
+    assert row_problem("ruler", rows) is None
+    assert [row["method"] for row in rows] == ["full_kv", "dualdecoder"]
+    for row in rows:
+        assert len(row["answers"]) == len(row["scores"]) == 3
+        assert row["score"] == pytest.approx(sum(row["scores"]) / 3)
+    # The needle is found by the exact method, so the prompt and the answer are put together rightly.
+    assert rows[0]["score"] == 100
+
+
+@pytest.mark.parametrize(
+    ("experiment", "overrides", "field"),
+    [
+        (ruler, ["samples=0"], "samples"),
+        (throughput, ["steps=0"], "steps"),
+        (throughput, ["context=900000"], "context"),
+        (residency, ["batch=0"], "batch"),
+        (residency, ["budget=7"], "budget"),
+    ],
+)
+def test_bad_settings(loaded, experiment, overrides: list[str], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        experiment.measure(config(experiment.__name__.rpartition(".")[2], *overrides))
+
+
+def test_a_sweep_from_the_command_line(tmp_path) -> None:
+    command = [sys.executable, "-m", "experiments.residency", "-m", "context=65536,131072", "model=tiny"]
+    for _ in range(2):
+        result = subprocess.run(
+            [*command, f"results_dir={tmp_path}", f"hydra.sweep.dir={tmp_path}/hydra"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0, result.stderr
+    assert result.stdout.count("already recorded") == 2
+    records, errors = load_records(tmp_path / "residency")
+    assert not errors
+    assert [record.status for record in records] == ["ok", "ok"]
+    assert {record.config["context"] for record in records} == {65536, 131072}
+
+
+def test_wilson_interval() -> None:
+    """Values from the closed form with z = 1.96, as in textbooks: 0 of 10, 10 of 10, 5 of 10."""
+    assert wilson_interval(0, 10) == pytest.approx([0, 27.75], abs=0.01)
+    assert wilson_interval(100, 10) == pytest.approx([72.25, 100], abs=0.01)
+    assert wilson_interval(50, 10) == pytest.approx([23.66, 76.34], abs=0.01)

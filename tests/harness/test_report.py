@@ -1,0 +1,299 @@
+"""The report uses what it can, names what it cannot, and gives the same bytes twice."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+
+from experiments import report
+from experiments.report import build_report
+from experiments.reporting.collect import collect
+from experiments.reporting.figures import draw_figure
+
+GIB = 2**30
+EXPERIMENTS = ("throughput", "residency", "prediction", "ruler")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """What the report wrote, by name."""
+    return {path.name: path.read_bytes() for kind in ("tables", "figures") for path in (folder / kind).iterdir()}
+
+
+def text(folder: Path, name: str) -> str:
+    return (folder / "tables" / f"{name}.md").read_text()
+
+
+def lines(folder: Path, name: str) -> list[list[str]]:
+    """The cells of all lines of the Markdown tables, without headers."""
+    tables = re.findall(r"\| -[^\n]*\n((?:\|[^\n]*\n)+)", text(folder, name))
+    return [line.strip("| ").split(" | ") for table in tables for line in table.splitlines()]
+
+
+def axes(folder: Path, name: str) -> list[Axes]:
+    return draw_figure(name, collect(folder).sections(name)).axes
+
+
+def legend(axis: Axes) -> list[str]:
+    return [label.get_text() for label in axis.get_legend().get_texts()]
+
+
+def planned(model: str, context: int, method: str, gpu: dict[str, int], largest: int) -> dict[str, Any]:
+    """A row of the residency experiment; sizes in MiB."""
+    held = {name: size * 2**20 for name, size in gpu.items()}
+    total, host = sum(held.values()), 36 * GIB if method == "dualdecoder" else 0
+    common = {"dtype": "bfloat16", "budget": 2048 if host else None, "batch": 12, "cap_bytes": 80 * GIB}
+    sizes = {"gpu": held, "host": {"kv": host}, "gpu_total": total, "host_total": host, "per_sequence_gpu": GIB // 2000}
+    return {"model": model, "context": context, "method": method, "largest_batch": largest, **common, **sizes}
+
+
+@pytest.fixture
+def put_residency(put) -> None:
+    """Two models, two contexts, four methods, in no order."""
+    for model in ("qwen2.5-14b", "llama-3.1-8b"):
+        for context in (131072, 65536):
+            weights = {"weights": 15319, "activations": 5}
+            sparse = {**weights, "landmarks": 12288, "outliers": 574, "window": 90, "tables": 1}
+            rows = [
+                planned(model, context, "arkvale", {**weights, "landmarks": 12288}, 40),
+                planned(model, context, "dualdecoder", sparse, 60),
+                planned(model, context, "full_kv", {**weights, "kv": 98304}, 0),
+                planned(model, context, "ideal", weights, 54214),
+            ]
+            put("residency", f"{model}-{context}", config={"model": model, "context": context}, rows=rows)
+
+
+@pytest.fixture
+def put_prediction(put) -> None:
+    """Three seeds, two layers, 24 steps; KV accuracy jumps from step to step."""
+    common = {"model": "smollm2", "context": 4096, "budget": 256, "steps": 24, "reuse": 0.70004}
+    scopes = [("all", None, None), *(("layer", i, None) for i in (0, 1)), *(("step", None, i) for i in range(1, 25))]
+    measured = [
+        {**common, "speculation": seed, "scope": scope, "layer": layer, "step": step, "kv_accuracy": accuracy + jump}
+        | {"token_accuracy": None if scope == "layer" else 1.0}
+        for seed, accuracy in (("random", 0.63), ("random_first", 0.9), ("self", 0.9327))
+        for scope, layer, step in scopes
+        for jump in [0.05 * (step % 2) if step else 0.0]
+    ]
+    put("prediction", rows=measured)
+
+
+def test_the_same_records_give_the_same_bytes(put, tmp_path: Path) -> None:
+    for experiment in EXPERIMENTS:
+        put(experiment)
+    build_report(tmp_path)
+    first = files(tmp_path)
+    build_report(tmp_path)
+    assert files(tmp_path) == first
+    suffixes = [f"{name}.{suffix}" for name in EXPERIMENTS for suffix in ("csv", "md", "png")]
+    assert set(first) == {*suffixes, "problems.md"}
+
+
+def test_tables_hold_the_numbers_and_say_where_they_come_from(put, tmp_path: Path) -> None:
+    for experiment in EXPERIMENTS:
+        put(experiment)
+    build_report(tmp_path)
+    assert "| 1K | 2 | dualdecoder | 173.9 | 11.5 (10.3-17.6) | 87.5 | 1.00 | 0.00 | 0.00 |" in text(
+        tmp_path, "throughput"
+    )
+    assert "| 1K | 256 | 16 | self | 70.0 | 88.0 | - |" in text(tmp_path, "prediction")
+    assert "| vt | 1K | 2 | 75.0 (50.0-100.0) | 75.0 (50.0-100.0) |" in text(tmp_path, "ruler")
+    numbers = pd.read_csv(tmp_path / "tables" / "throughput.csv")
+    assert numbers["step_ms_p50"].tolist() == [11.5, 11.5]
+
+
+def test_residency_reads_by_model_context_and_method(put_residency, tmp_path: Path) -> None:
+    build_report(tmp_path)
+    markdown, read = text(tmp_path, "residency"), lines(tmp_path, "residency")
+    titles = [f"residency: {model}, bfloat16, budget 2048, cap 80 GiB" for model in ("llama-3.1-8b", "qwen2.5-14b")]
+    assert re.findall("## (.*)", markdown) == titles
+    methods = ("ideal", "full_kv", "dualdecoder", "arkvale")
+    assert [line[:2] for line in read] == [[context, method] for context in ("64K", "128K") for method in methods] * 2
+    header = "| context | method | batch | GPU GiB | GPU GiB by category | GiB per sequence | host GiB per sequence |"
+    assert f"{header} largest batch |\n| ---: | --- | ---: | ---: | --- | ---: | ---: | ---: |" in markdown
+    assert read[1][-1] == "does not fit"
+    held = "weights 14.96, landmarks 12.00, outliers 0.56, other 0.09"
+    assert read[2] == ["64K", "dualdecoder", "12", "27.61", held, "0.00", "3.00", "60"]
+    numbers = [number for line in read for number in re.findall(r"\d+\.\d+", " ".join(line))]
+    assert numbers and all(re.fullmatch(r"\d+\.\d\d", number) for number in numbers)
+
+
+def test_residency_fits_into_a_hundred_columns(put_residency, tmp_path: Path, capsys) -> None:
+    build_report(tmp_path)
+    printed = capsys.readouterr().out.replace(str(tmp_path), "").splitlines()
+    assert max(map(len, printed)) <= 100
+    # No name is cut, and none stands apart from its number.
+    assert any("64K  dualdecoder" in line and "weights 14.96, landmarks 12.00," in line for line in printed)
+    assert any(re.fullmatch(r" +outliers 0\.56, other 0\.09 *", line) for line in printed)
+    assert any(re.search(r"GPU GiB  GPU GiB by category +sequence +sequence +batch", line) for line in printed)
+
+
+def test_the_csv_has_every_category_in_plain_bytes(put_residency, tmp_path: Path) -> None:
+    build_report(tmp_path)
+    table = pd.read_csv(tmp_path / "tables" / "residency.csv", dtype=str)
+    line = table[(table["method"] == "dualdecoder") & (table["context"] == "65536")].iloc[0]
+    assert line["gpu_tables_bytes"] == str(2**20) and line["gpu_kv_bytes"] == "0" and line["budget"] == "2048"
+    assert line["host_kv_bytes"] == str(36 * GIB)
+
+
+def test_several_budgets_are_told_apart(put, rows, tmp_path: Path) -> None:
+    for experiment in ("residency", "ruler"):
+        full, sparse = rows[experiment]
+        put(experiment, rows=[{**sparse, "budget": 512}, {**sparse, "budget": 128}, full])
+    build_report(tmp_path)
+    assert [line[1] for line in lines(tmp_path, "residency")] == ["full_kv", "dualdecoder (128)", "dualdecoder (512)"]
+    assert "| samples | full_kv | dualdecoder (128) | dualdecoder (512) |" in text(tmp_path, "ruler")
+
+
+def test_captions_say_what_kind_of_numbers_they_are(put, put_residency, tmp_path: Path) -> None:
+    for experiment in ("throughput", "prediction", "ruler"):
+        put(experiment)
+    build_report(tmp_path)
+    commit, ideal = "commit cccccccccccc (clean)", "weights and activations only, the paper's bound, not a system"
+    starts = {
+        "throughput": f"Hardware: CPU Test CPU (2 threads); CPU reference, not a GPU speed; {commit}; records: 1",
+        "residency": f"planned bytes (no GPU needed); {commit}; records: 4; ideal: {ideal}",
+        "prediction": f"quality, computed on CPU Test CPU (2 threads); {commit}; records: 1",
+        "ruler": f"quality, computed on CPU Test CPU (2 threads); {commit}; records: 1",
+    }
+    for experiment, caption in starts.items():
+        assert text(tmp_path, experiment).splitlines()[2] == caption
+        figure = draw_figure(experiment, collect(tmp_path).sections(experiment))
+        assert figure.subfigs[0].get_suptitle().replace("\n", " ") == caption
+
+
+def test_planned_bytes_do_not_depend_on_the_machine(put, gpu_environment, tmp_path: Path) -> None:
+    put("residency", "cpu")
+    put("residency", "gpu", environment=gpu_environment, finished="2027-01-01T00:00:00+00:00")
+    build_report(tmp_path)
+    assert text(tmp_path, "residency").count("planned bytes") == 1
+    assert "left out: 1" in text(tmp_path, "residency")
+
+
+def test_prediction_has_one_decimal_and_the_seeds_in_order(put_prediction, tmp_path: Path) -> None:
+    build_report(tmp_path)
+    assert [line[3:] for line in lines(tmp_path, "prediction")] == [
+        ["self", "93.3", "70.0", "100.0"],
+        ["random_first", "90.0", "70.0", "100.0"],
+        ["random", "63.0", "70.0", "100.0"],
+    ]
+
+
+def test_ruler_has_one_decimal_and_tasks_and_methods_in_order(put, rows, tmp_path: Path) -> None:
+    tasks = ("cwe", "vt", "niah_single_1", "niah_multikey_2")
+    put("ruler", rows=[{**row, "task": task} for task in tasks for row in rows["ruler"]][1:])
+    build_report(tmp_path)
+    assert "## ruler: tiny, budget 256, score % (95 % interval)" in text(tmp_path, "ruler")
+    assert "| task | length | samples | full_kv | dualdecoder |" in text(tmp_path, "ruler")
+    score = "75.0 (50.0-100.0)"
+    assert [[line[0], *line[3:]] for line in lines(tmp_path, "ruler")] == [
+        ["niah_multikey_2", score, score],
+        ["niah_single_1", score, score],
+        ["vt", score, score],
+        ["cwe", "-", score],
+    ]
+
+
+def test_the_residency_figure_shows_small_and_large_together(put_residency, tmp_path: Path) -> None:
+    drawn = axes(tmp_path, "residency")
+    assert len(drawn) == 6 and drawn[0].get_title(loc="left").startswith("llama-3.1-8b, bfloat16, batch 12")
+    totals, shares, batches = drawn[:3]
+    assert legend(totals) == ["ideal", "full_kv", "dualdecoder", "arkvale", "cap, 80 GiB"]
+    assert [tick.get_text() for tick in totals.get_xticklabels()] == ["64K", "128K"]
+    assert legend(shares) == ["weights", "kv", "landmarks", "outliers", "other"]
+    assert batches.get_yscale() == "log"
+    written = [item.get_text() for item in batches.texts]
+    assert written.count("does not fit") == 2 and "54214" in written
+    # Series differ also in grey.
+    assert len({line.get_marker() for line in totals.get_lines()[:4]}) == 4
+    for axis in (shares, batches):
+        hatches = [bars[0].get_hatch() for bars in axis.containers]
+        assert len(set(hatches)) == len(hatches) > 3
+
+
+def test_the_throughput_figure_groups_by_context_and_batch(put, rows, tmp_path: Path) -> None:
+    put("throughput", rows=[{**row, "batch": batch} for batch in (4, 1) for row in rows["throughput"]])
+    (axis,) = axes(tmp_path, "throughput")
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["context 1K\nbatch 1", "context 1K\nbatch 4"]
+    assert legend(axis) == ["full_kv", "dualdecoder"] and axis.get_yscale() == "linear"
+    assert "tokens per second" in axis.get_ylabel()
+
+
+def test_the_prediction_figure_compares_tokens_layers_and_seeds(put_prediction, tmp_path: Path) -> None:
+    against, layers, seeds = axes(tmp_path, "prediction")
+    assert legend(against) == ["KV accuracy", "token accuracy", "last-step reuse"]
+    for axis in (layers, seeds):
+        assert legend(axis) == ["self", "random_first", "random", "last-step reuse"]
+    for axis in (against, layers, seeds):
+        assert [line.get_label() for line in axis.get_lines() if line.get_linestyle() == "--"] == ["last-step reuse"]
+        assert axis.get_ylim() == against.get_ylim()
+    # Single steps are faint dots beside a running mean.
+    dots, mean = against.get_lines()[:2]
+    assert dots.get_linestyle() == "None" and dots.get_alpha() < 0.5
+    assert sorted(set(dots.get_ydata())) == pytest.approx([93.27, 98.27])
+    assert mean.get_ydata()[8:16] == pytest.approx([95.77] * 8)
+
+
+def test_a_score_of_zero_is_written_as_such(put, rows, tmp_path: Path) -> None:
+    put("ruler", rows=[{**row, "score": 0.0, "ci95": [0.0, 40.0]} for row in rows["ruler"]])
+    assert [item.get_text() for item in axes(tmp_path, "ruler")[0].texts] == ["0", "0"]
+
+
+def test_cpu_and_gpu_never_share_a_table(put, rows, gpu_environment, tmp_path: Path) -> None:
+    put("throughput", "cpu")
+    on_gpu = [{**row, "device": "NVIDIA H200"} for row in rows["throughput"]]
+    put("throughput", "gpu", rows=on_gpu, environment=gpu_environment)
+    build_report(tmp_path)
+    cpu, gpu = text(tmp_path, "throughput").split("Hardware: ")[1:]
+    assert "not a GPU speed" in cpu and cpu.count("| 1K |") == 2
+    assert gpu.startswith("NVIDIA H200 (143771 MiB, PCIe 5 x16); commit") and gpu.count("| 1K |") == 2
+
+
+def test_missing_experiments_say_how_to_run_them(put, tmp_path: Path, capsys) -> None:
+    put("ruler")
+    build_report(tmp_path)
+    (tmp_path / "ruler" / "a.json").unlink()
+    build_report(tmp_path)
+    output = capsys.readouterr().out
+    for experiment in EXPERIMENTS:
+        message = f"no records: run python -m experiments.{experiment}"
+        assert message in output and message in text(tmp_path, experiment)
+    assert not list(tmp_path.rglob("*.png"))
+    assert str(tmp_path / "tables") in output and str(tmp_path / "figures") in output
+
+
+def test_problems_are_listed_and_stop_nothing(put, tmp_path: Path, capsys) -> None:
+    put("ruler")
+    error = {"type": "OutOfMemoryError", "message": "tried [80] GiB", "traceback": "..."}
+    put("throughput", "failed", status="failed", error=error, rows=[])
+    put("prediction", "half", status="running", finished=None, seconds=None, rows=[])
+    put("residency", "cut").write_text("{")
+    build_report(tmp_path)
+    problems, output = text(tmp_path, "problems"), capsys.readouterr().out
+    for part in ("OutOfMemoryError: tried [80] GiB", "unfinished", "residency/cut.json"):
+        assert part in problems and part in output
+    assert "75.0" in text(tmp_path, "ruler")
+
+
+def test_only_the_newest_version_of_a_config_counts(put, rows, tmp_path: Path) -> None:
+    old = [{**row, "score": 10.0} for row in rows["ruler"]]
+    put("ruler", "old", rows=old, finished="2025-01-01T00:00:00+00:00")
+    error = {"type": "ValueError", "message": "long mended", "traceback": "..."}
+    put("ruler", "mended", status="failed", error=error, rows=[], finished="2025-02-01T00:00:00+00:00")
+    put("ruler", "new")
+    build_report(tmp_path)
+    assert "10.0 (" not in text(tmp_path, "ruler") and "75.0" in text(tmp_path, "ruler")
+    assert "older records of the same configs, left out: 1" in text(tmp_path, "ruler")
+    assert "long mended" not in text(tmp_path, "problems")
+
+
+@pytest.mark.parametrize("argument", ["results_dir", "folder=x", "results_dir="])
+def test_a_wrong_argument_is_one_clear_message(argument: str, capsys) -> None:
+    assert report.main([argument]) == 2
+    assert capsys.readouterr().err == f"error: argument {argument!r} is not understood; allowed: results_dir=VALUE\n"
+
+
+def test_an_empty_folder_is_no_error(tmp_path: Path) -> None:
+    assert report.main([f"results_dir={tmp_path}"]) == 0
