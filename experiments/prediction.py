@@ -1,6 +1,6 @@
 """Prediction accuracy of the speculated row on a real model (Fig. 7a by step and layer, Fig. 7b by seed).
 
-    python -m experiments.prediction context=8000 budget=512
+    python -m experiments.prediction prompt=question context=8000 budget=512
     python -m experiments.prediction -m budget=128,256,512
 
 KV accuracy: share of a step's true selection that the step before predicted. Reuse: share that was selected in the
@@ -15,10 +15,13 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from dualdecoder.errors import require
 from dualdecoder.prefill import PrefillSnapshot
 from dualdecoder.telemetry import FIELDS
 from experiments.harness.points import run_point
-from experiments.harness.workload import engine_for, manual_prompt, progress
+from experiments.harness.workload import engine_for, manual_prompt, progress, question_prompt
+
+PROMPTS = {"continue": manual_prompt, "question": question_prompt}
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="prediction")
@@ -30,9 +33,11 @@ def main(cfg: DictConfig) -> None:
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     """Rows for every speculation: over all, by layer, by step."""
     engine = engine_for(cfg.model, "dualdecoder", {"budget": cfg.budget})
-    snapshot = engine.prefill(manual_prompt(engine, cfg.context))
+    require(cfg.prompt in PROMPTS, "prompt", cfg.prompt, ", ".join(PROMPTS))
+    require(cfg.steps >= 2, "steps", cfg.steps, "at least 2: the first has none before it")
+    snapshot = engine.prefill(PROMPTS[cfg.prompt](engine, cfg.context))
     rows = [row for speculation in cfg.speculations for row in _rows(cfg, snapshot, speculation)]
-    common = {"model": cfg.model.name, "context": cfg.context, "budget": cfg.budget, "steps": cfg.steps}
+    common = {"model": cfg.model.name, **{key: cfg[key] for key in ("prompt", "context", "budget", "steps")}}
     return [{**row, **common} for row in rows]
 
 

@@ -19,7 +19,7 @@ from experiments.harness.environment import ROOT, device_tag, environment
 from experiments.harness.records import SCHEMA, Record, RecordError, read_record, write_record
 
 OUTPUT_KEYS = ("results_dir", "force")
-_SLUG_KEYS = ("model", "method", "speculation", "task", "context", "length", "batch", "budget")
+_SLUG_KEYS = ("model", "method", "speculation", "task", "prompt", "context", "length", "batch", "budget")
 
 
 def run_point(experiment: str, cfg: DictConfig, measure: Callable[[DictConfig], list[dict[str, Any]]]) -> Path:

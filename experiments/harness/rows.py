@@ -77,6 +77,7 @@ ROW_FIELDS: dict[str, dict[str, Kind]] = {
         "largest_batch": NUMBER,
     },
     "prediction": {
+        "prompt": TEXT,
         "speculation": TEXT,
         "scope": SCOPE,
         "layer": _optional(NUMBER),

@@ -9,7 +9,12 @@ from omegaconf import DictConfig, OmegaConf
 from rich.progress import track
 
 from dualdecoder.engine import Engine
-from dualdecoder.errors import ConfigError
+from dualdecoder.errors import ConfigError, require
+
+_QUESTION = (
+    "\n\nUsing only the manual above, explain to a beginner which statements and expressions it describes, "
+    "how they differ, and give a short example of each."
+)
 
 
 def engine_for(model: DictConfig, method: str, options: dict[str, Any] | DictConfig) -> Engine:
@@ -36,6 +41,18 @@ def manual_prompt(engine: Engine, tokens: int, offset: int = 0) -> list[int]:
     if offset + tokens > len(ids):
         raise ConfigError(f"context={tokens} is not allowed; allowed: at most {len(ids) - offset} tokens of real text")
     return ids[offset : offset + tokens]
+
+
+def question_prompt(engine: Engine, tokens: int) -> list[int]:
+    """``tokens`` token ids: the manual and a question about it, in the model's chat template."""
+    marker = "\x00"
+    template = engine.tokenizer.apply_chat_template(
+        [{"role": "user", "content": f"{marker}{_QUESTION}"}], tokenize=False, add_generation_prompt=True
+    )
+    head, tail = (engine.tokenizer(part, add_special_tokens=False).input_ids for part in template.split(marker))
+    minimum = len(head) + len(tail) + 1
+    require(tokens >= minimum, "context", tokens, f"at least {minimum} tokens for prompt=question")
+    return head + manual_prompt(engine, tokens - minimum + 1) + tail
 
 
 @lru_cache(maxsize=1)

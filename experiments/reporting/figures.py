@@ -263,7 +263,7 @@ _REUSE: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1}
 DRAWINGS: dict[str, Drawing] = {
     "throughput": Drawing(_throughput, 1, ("model", "dtype")),
     "residency": Drawing(_residency, 3, ("model", "dtype", "cap_bytes", "batch")),
-    "prediction": Drawing(_prediction, 3, ("model", "context", "budget")),
+    "prediction": Drawing(_prediction, 3, ("model", "prompt", "context", "budget")),
     "ruler": Drawing(_ruler, 1, ("model",)),
 }
 

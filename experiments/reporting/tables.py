@@ -21,7 +21,7 @@ ORDERS = {
 }
 # Below this share of the total a category is not worth a name.
 _SMALL = 0.01
-_LEFT = ("method", "speculation", "task", "GPU GiB by category", "kind", "record", "reason")
+_LEFT = ("prompt", "method", "speculation", "task", "GPU GiB by category", "kind", "record", "reason")
 
 
 @dataclass(frozen=True)
@@ -184,13 +184,14 @@ def _category_text(line: dict[str, Any]) -> str:
 
 
 def _prediction(rows: pd.DataFrame) -> pd.DataFrame:
-    return _arranged(rows, ["model", "context", "budget", "speculation", "scope", "layer", "step"])
+    return _arranged(rows, ["model", "prompt", "context", "budget", "speculation", "scope", "layer", "step"])
 
 
 def _prediction_texts(table: pd.DataFrame) -> pd.DataFrame:
     table = table[table["scope"] == "all"].reset_index(drop=True)
     return pd.DataFrame(
         {
+            "prompt": table["prompt"],
             "context": [length_text(value) for value in table["context"]],
             "budget": _fixed(table["budget"], 0),
             "steps": _fixed(table["steps"], 0),
@@ -233,6 +234,7 @@ TABLES: dict[str, Table] = {
 _HEADLINE: dict[str, Callable[[Any], str]] = {
     "model": str,
     "dtype": str,
+    "prompt": str,
     "context": lambda tokens: f"context {length_text(tokens)}",
     "batch": lambda batch: f"batch {batch:.0f}",
     "budget": lambda budget: f"budget {budget:.0f}",

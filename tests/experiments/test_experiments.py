@@ -91,8 +91,9 @@ def test_throughput_rows(loaded) -> None:
         assert row["urgent_bytes_per_step"] <= most
 
 
-def test_prediction_rows(loaded) -> None:
-    rows = prediction.measure(config("prediction", "context=200", "budget=64", "steps=6"))
+@pytest.mark.parametrize("prompt", ["continue", "question"])
+def test_prediction_rows(loaded, prompt: str) -> None:
+    rows = prediction.measure(config("prediction", f"prompt={prompt}", "context=200", "budget=64", "steps=6"))
     assert row_problem("prediction", rows) is None
     for speculation in ("self", "random_first", "random"):
         of_kind = [row for row in rows if row["speculation"] == speculation]
@@ -120,6 +121,9 @@ def test_ruler_rows(loaded) -> None:
         (ruler, ["samples=0"], "samples"),
         (throughput, ["steps=0"], "steps"),
         (throughput, ["context=900000"], "context"),
+        (prediction, ["prompt=poem"], "prompt"),
+        (prediction, ["prompt=question", "context=20"], "context"),
+        (prediction, ["steps=1"], "steps"),
         (residency, ["batch=0"], "batch"),
         (residency, ["budget=7"], "budget"),
     ],
@@ -144,6 +148,15 @@ def test_a_sweep_from_the_command_line(tmp_path) -> None:
     assert not errors
     assert [record.status for record in records] == ["ok", "ok"]
     assert {record.config["context"] for record in records} == {65536, 131072}
+
+
+def test_question_prompt_has_the_asked_length(smollm2: Engine) -> None:
+    ids = workload.question_prompt(smollm2, 300)
+    text = smollm2.tokenizer.decode(ids)
+    assert len(ids) == 300
+    assert text.endswith("<|im_start|>assistant\n")
+    assert "\x00" not in text
+    assert workload.manual_text()[:300] in text
 
 
 def test_wilson_interval() -> None:

@@ -65,6 +65,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "prediction": [
         {
+            "prompt": "continue",
             "speculation": "self",
             "scope": scope,
             "layer": layer,
