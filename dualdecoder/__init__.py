@@ -18,6 +18,7 @@ _PUBLIC = {
     "SamplingConfig": "dualdecoder.config",
     "DualDecoderConfig": "dualdecoder.config",
     "KVMethod": "dualdecoder.method",
+    "UserError": "dualdecoder.errors",
     "ConfigError": "dualdecoder.errors",
     "CheckpointError": "dualdecoder.errors",
     "CapacityError": "dualdecoder.errors",

@@ -24,6 +24,7 @@ from torch import Tensor
 from dualdecoder.config import ModelConfig
 from dualdecoder.errors import CheckpointError, ConfigError
 from dualdecoder.model import Decoder, LayerWeights, random_decoder
+from dualdecoder.planning import check_weights
 from dualdecoder.shapes import SHAPES
 
 EMBEDDED = "smollm2"
@@ -37,12 +38,16 @@ def load_model(source: str, dtype: torch.dtype = torch.float32, device: str = "c
 
     source: ``smollm2`` (the embedded SmolLM2-135M-Instruct), ``random:SHAPE`` for a name in ``SHAPES``, a GGUF
     file, a local folder with safetensors, or a hub id such as ``meta-llama/Llama-3.1-8B-Instruct``.
-    Raises ``CheckpointError`` if it cannot be read and ``ConfigError`` if the architecture is not supported.
+    Raises ``CheckpointError`` if it cannot be read, ``ConfigError`` if the architecture is not supported, and
+    ``CapacityError`` if the weights do not fit.
     """
     if source.startswith(RANDOM_PREFIX):
-        return random_decoder(named_shape(source.removeprefix(RANDOM_PREFIX)), dtype, device)
+        shape = named_shape(source.removeprefix(RANDOM_PREFIX))
+        check_weights(shape, dtype, torch.device(device))
+        return random_decoder(shape, dtype, device)
     folder = resolve(source)
     config = ModelConfig.from_transformers(_read_config(folder), name=source)
+    check_weights(config, dtype, torch.device(device))
     return _read_decoder(config, _Tensors(folder), dtype, device)
 
 

@@ -13,7 +13,7 @@ import yaml
 from dualdecoder.checkpoints import RANDOM_PREFIX, named_shape
 from dualdecoder.config import SamplingConfig, dtype_from_name
 from dualdecoder.engine import Engine, RunStatistics
-from dualdecoder.errors import CapacityError, CheckpointError, ConfigError
+from dualdecoder.errors import ConfigError, UserError
 from dualdecoder.ledger import MemoryPlan
 from dualdecoder.method import REGISTRY, method_config
 from dualdecoder.planning import plan_memory
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         arguments.run(arguments)
-    except (ConfigError, CheckpointError, CapacityError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"dualdecoder: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

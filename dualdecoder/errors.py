@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 
-class ConfigError(ValueError):
+class UserError(ValueError):
+    """What a user caused and can mend; commands print it as one line."""
+
+
+class ConfigError(UserError):
     """A setting is outside what is allowed."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint cannot be read: missing, truncated, of an unsupported kind or architecture."""
 
 
-class CapacityError(ValueError):
+class CapacityError(UserError):
     """A request needs more tokens or bytes than there are."""
 
 

@@ -33,12 +33,22 @@ def activation_bytes(model: ModelConfig, batch: int, dtype: torch.dtype, rows: i
 
 
 def check_memory(plan: MemoryPlan, device: torch.device) -> None:
-    """Raise ``CapacityError`` with needed and available bytes if ``plan`` does not fit now."""
-    host = plan.host_total + (plan.gpu_total if device.type == "cpu" else 0)
-    available = psutil.virtual_memory().available
-    if host > available:
-        raise CapacityError(f"host memory: {host:,} bytes needed for keys and values, {available:,} available")
+    """Raise ``CapacityError`` with needed and available bytes if a method's ``plan`` does not fit now."""
+    on_host = plan.host_total + (plan.gpu_total if device.type == "cpu" else 0)
+    _require_free("keys and values", on_host, torch.device("cpu"))
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        if plan.gpu_total > free:
-            raise CapacityError(f"GPU memory: {plan.gpu_total:,} bytes needed for keys and values, {free:,} available")
+        _require_free("keys and values", plan.gpu_total, device)
+
+
+def check_weights(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ``CapacityError`` with needed and available bytes if the weights do not fit now."""
+    _require_free(f"the weights of {model.name}", planned_weight_bytes(model, dtype), device)
+
+
+def _require_free(what: str, needed: int, device: torch.device) -> None:
+    if device.type == "cuda":
+        memory, available = "GPU memory", torch.cuda.mem_get_info(device)[0]
+    else:
+        memory, available = "host memory", psutil.virtual_memory().available
+    if needed > available:
+        raise CapacityError(f"{memory}: {needed:,} bytes needed for {what}, {available:,} available")

@@ -19,7 +19,7 @@ from dualdecoder.errors import require
 from dualdecoder.prefill import PrefillSnapshot
 from dualdecoder.telemetry import FIELDS
 from experiments.harness.points import run_point
-from experiments.harness.workload import engine_for, manual_prompt, progress, question_prompt
+from experiments.harness.workload import engine_for, manual_prompt, progress, question_prompt, require_positive
 
 PROMPTS = {"continue": manual_prompt, "question": question_prompt}
 
@@ -34,6 +34,7 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     """Rows for every speculation: over all, by layer, by step."""
     engine = engine_for(cfg.model, "dualdecoder", {"budget": cfg.budget})
     require(cfg.prompt in PROMPTS, "prompt", cfg.prompt, ", ".join(PROMPTS))
+    require_positive(cfg, "context", "steps")
     require(cfg.steps >= 2, "steps", cfg.steps, "at least 2: the first has none before it")
     snapshot = engine.prefill(PROMPTS[cfg.prompt](engine, cfg.context))
     rows = [row for speculation in cfg.speculations for row in _rows(cfg, snapshot, speculation)]

@@ -1,4 +1,4 @@
-"""Tables and figures from records: python -m experiments.report [results_dir=results/local]"""
+"""Tables and figures from records: python -m experiments.report [results_dir=results/local] [readme=README.md]"""
 
 import sys
 from pathlib import Path
@@ -9,10 +9,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
+from experiments.harness.environment import ROOT
 from experiments.harness.options import read_options
 from experiments.harness.points import results_folder
 from experiments.reporting.collect import Collection, Section, collect
 from experiments.reporting.figures import write_figure
+from experiments.reporting.readme import with_tables
 from experiments.reporting.tables import TABLES, as_markdown, is_text, no_records, parts, write_tables
 
 # A terminal has its own width; in a file or a CI log rich would take eighty columns, too few for the tables.
@@ -22,11 +24,15 @@ _WIDTH_OF_A_FILE = 100
 def main(arguments: list[str]) -> int:
     """Print and write the report; returns the exit code."""
     try:
-        options = read_options(arguments, {"results_dir": "results/local"})
+        options = read_options(arguments, {"results_dir": "results/local", "readme": ""})
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    build_report(results_folder(options["results_dir"]))
+    folder = results_folder(options["results_dir"])
+    build_report(folder)
+    if options["readme"]:
+        readme = ROOT / options["readme"]
+        readme.write_text(with_tables(readme.read_text(encoding="utf-8"), folder / "tables"), encoding="utf-8")
     return 0
 
 

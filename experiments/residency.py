@@ -11,12 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from dualdecoder.checkpoints import named_shape
 from dualdecoder.config import ModelConfig, dtype_from_name
-from dualdecoder.errors import require
 from dualdecoder.ledger import MemoryPlan
 from dualdecoder.method import method_config
 from dualdecoder.model import planned_weight_bytes
 from dualdecoder.planning import activation_bytes, plan_memory
 from experiments.harness.points import run_point
+from experiments.harness.workload import require_positive
 
 IDEAL = "ideal"
 
@@ -29,7 +29,7 @@ def main(cfg: DictConfig) -> None:
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     """One row a method, and one for ``ideal``: weights and activations only (the paper's bound, not a system)."""
-    require(cfg.batch >= 1, "batch", cfg.batch, "a positive number of sequences")
+    require_positive(cfg, "context", "batch")
     cap = int(cfg.hardware.gpu_budget_gib * 2**30)
     return [_row(cfg, method, cap) for method in (IDEAL, *cfg.methods)]
 

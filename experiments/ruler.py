@@ -13,11 +13,10 @@ import hydra
 from omegaconf import DictConfig
 
 from dualdecoder.engine import Engine
-from dualdecoder.errors import require
 from dualdecoder.prefill import PrefillSnapshot
 from experiments.harness.points import run_point
 from experiments.harness.statistics import wilson_interval
-from experiments.harness.workload import engine_for, progress
+from experiments.harness.workload import engine_for, progress, require_positive
 from experiments.ruler_tasks import RulerSample, make_sample, score
 
 
@@ -29,8 +28,7 @@ def main(cfg: DictConfig) -> None:
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     """One row a method: score 0 to 100, per-sample scores, answers, 95 % interval."""
-    for name in ("samples", "batch"):
-        require(cfg[name] >= 1, name, cfg[name], "a positive integer")
+    require_positive(cfg, "samples", "batch", "length")
     engines = {label: engine_for(cfg.model, m.name, m.options) for label, m in cfg.methods.items()}
     first = next(iter(engines.values()))
     samples = [make_sample(cfg.task, first.tokenizer, cfg.length, i, cfg.seed) for i in range(cfg.samples)]

@@ -13,11 +13,10 @@ import hydra
 from omegaconf import DictConfig
 
 from dualdecoder.engine import Engine
-from dualdecoder.errors import require
 from dualdecoder.method import KVMethod
 from experiments.harness.environment import device_tag, environment
 from experiments.harness.points import run_point
-from experiments.harness.workload import engine_for, manual_prompt, progress
+from experiments.harness.workload import engine_for, manual_prompt, progress, require_positive
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="throughput")
@@ -28,8 +27,7 @@ def main(cfg: DictConfig) -> None:
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     """One row with every step's time in ms after the warm-up steps."""
-    require(cfg.warmup >= 1, "warmup", cfg.warmup, "at least 1 step")
-    require(cfg.steps >= 1, "steps", cfg.steps, "at least 1 step")
+    require_positive(cfg, "context", "batch", "warmup", "steps")
     engine = engine_for(cfg.model, cfg.method.name, cfg.method.options)
     prompts = [manual_prompt(engine, cfg.context, offset=b * cfg.context) for b in range(cfg.batch)]
     method, prefill_s, step_ms, before = _decode(engine, prompts, cfg)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import shlex
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from dualdecoder.errors import UserError
 from experiments.harness.environment import ROOT, device_tag, environment
 from experiments.harness.records import SCHEMA, Record, RecordError, read_record, write_record
 
@@ -27,7 +30,8 @@ def run_point(experiment: str, cfg: DictConfig, measure: Callable[[DictConfig], 
 
     The identity of a point is the experiment, the resolved config without the output keys, the code and the device.
     `measure` returns tidy rows. What it raises is recorded and raised again; an interrupt leaves the record "running",
-    and a record that is "running" or "failed" is replaced by the next run.
+    and a record that is "running" or "failed" is replaced by the next run. A user's error outside a sweep ends the
+    process with one line and status 1; in a sweep it is raised like any other, so that the other points go on.
     """
     record = _new_record(experiment, cfg)
     path = results_folder(cfg.results_dir) / experiment / f"{_slug(record.config)}-{record.point}.json"
@@ -41,8 +45,14 @@ def run_point(experiment: str, cfg: DictConfig, measure: Callable[[DictConfig], 
         _save(path, _end(record, begin, status="ok", rows=rows))
     except Exception as error:
         _save(path, _end(record, begin, status="failed", error=_describe(error)))
+        if isinstance(error, UserError) and not _in_sweep():
+            sys.exit(f"error: {error}")
         raise
     return path
+
+
+def _in_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def results_folder(results_dir: str) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from rich.progress import track
 
+from dualdecoder.checkpoints import RANDOM_PREFIX
 from dualdecoder.engine import Engine
 from dualdecoder.errors import ConfigError, require
 
@@ -23,8 +24,16 @@ def engine_for(model: DictConfig, method: str, options: dict[str, Any] | DictCon
     return _loaded(model.source, model.dtype).with_method(method, **plain)
 
 
+def require_positive(cfg: DictConfig, *fields: str) -> None:
+    """Raise ConfigError unless the named fields are integers of at least 1."""
+    for name in fields:
+        require(isinstance(cfg[name], int) and cfg[name] >= 1, name, cfg[name], "a positive integer")
+
+
 @lru_cache(maxsize=1)
 def _loaded(source: str, dtype: str) -> Engine:
+    has_text = not source.startswith(RANDOM_PREFIX)
+    require(has_text, "model.source", source, "a model with a tokenizer: smollm2, a folder, a GGUF file or a hub id")
     return Engine.from_pretrained(source, method="full_kv", dtype=dtype)
 
 

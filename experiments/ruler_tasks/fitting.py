@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
+from dualdecoder.errors import ConfigError
 from experiments.ruler_tasks.task import RulerSample, RulerTask
 
 MAX_TRIES = 64
@@ -32,7 +33,7 @@ def _grow(try_size: Callable[[int], _Trial], task: RulerTask, length: int) -> tu
     """Double the size until the sample overflows; return the last trial that fits and the first that does not."""
     fits = try_size(task.min_size)
     if fits.tokens > length:
-        raise ValueError(
+        raise ConfigError(
             f"length must be at least {fits.tokens} tokens to hold the smallest prompt of this sample of task "
             f"{task.name!r} and its {task.new_tokens} generated tokens, got {length}"
         )
@@ -42,7 +43,7 @@ def _grow(try_size: Callable[[int], _Trial], task: RulerTask, length: int) -> tu
         if over.tokens > length:
             return fits, over
         fits = over
-    raise ValueError(
+    raise ConfigError(
         f"length must be at most {fits.tokens - 1} tokens, as the words of task {task.name!r} fill no more in this "
         f"sample, got {length}"
     )
@@ -58,7 +59,7 @@ def fit(draw: Callable[[int], RulerSample], task: RulerTask, length: int) -> Rul
         length: limit in tokens, for the prompt and the generated tokens together.
 
     Raises:
-        ValueError: `length` is below what the smallest haystack needs, or not below what the largest one fills.
+        ConfigError: `length` is below what the smallest haystack needs, or not below what the largest one fills.
     """
 
     def try_size(size: int) -> _Trial:

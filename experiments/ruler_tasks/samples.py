@@ -3,6 +3,7 @@
 from random import Random
 from typing import TYPE_CHECKING
 
+from dualdecoder.errors import ConfigError
 from experiments.ruler_tasks.fitting import fit
 from experiments.ruler_tasks.registry import TASKS
 from experiments.ruler_tasks.task import RulerSample
@@ -33,13 +34,13 @@ def make_sample(
         seed: changes the random choices of all samples.
 
     Raises:
-        ValueError: unknown `task`, a `tokenizer` without chat template, or a `length` that the task cannot fill or
+        ConfigError: unknown `task`, a `tokenizer` without chat template, or a `length` that the task cannot fill or
             that cannot hold its smallest prompt.
     """
     if task not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+        raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
     if tokenizer.chat_template is None:
-        raise ValueError("tokenizer must have a chat template: use the tokenizer of an instruction-tuned model")
+        raise ConfigError("tokenizer must have a chat template: use the tokenizer of an instruction-tuned model")
     variant = TASKS[task].for_length(length)
 
     def draw(size: int) -> RulerSample:

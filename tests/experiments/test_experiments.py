@@ -119,7 +119,10 @@ def test_ruler_rows(loaded) -> None:
     ("experiment", "overrides", "field"),
     [
         (ruler, ["samples=0"], "samples"),
+        (ruler, ["task=nope"], "task"),
+        (ruler, ["length=100"], "length"),
         (throughput, ["steps=0"], "steps"),
+        (throughput, ["batch=two"], "batch"),
         (throughput, ["context=900000"], "context"),
         (prediction, ["prompt=poem"], "prompt"),
         (prediction, ["prompt=question", "context=20"], "context"),
@@ -131,6 +134,20 @@ def test_ruler_rows(loaded) -> None:
 def test_bad_settings(loaded, experiment, overrides: list[str], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         experiment.measure(config(experiment.__name__.rpartition(".")[2], *overrides))
+
+
+def test_random_weights_have_no_text_to_measure() -> None:
+    with pytest.raises(ConfigError, match=r"model\.source='random:llama-3-8b' is not allowed"):
+        throughput.measure(config("throughput", "model=llama-3-8b"))
+
+
+def test_a_users_error_is_one_line(tmp_path) -> None:
+    command = [sys.executable, "-m", "experiments.residency", "budget=7", f"results_dir={tmp_path}"]
+    result = subprocess.run([*command, f"hydra.run.dir={tmp_path}/hydra"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr == "error: budget=7 is not allowed; allowed: a positive multiple of chunk (8 tokens)\n"
+    records, _ = load_records(tmp_path / "residency")
+    assert [record.status for record in records] == ["failed"]
 
 
 def test_a_sweep_from_the_command_line(tmp_path) -> None:

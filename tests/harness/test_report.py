@@ -71,7 +71,15 @@ def put_prediction(put) -> None:
     common = {"model": "smollm2", "context": 4096, "budget": 256, "steps": 24, "reuse": 0.70004}
     scopes = [("all", None, None), *(("layer", i, None) for i in (0, 1)), *(("step", None, i) for i in range(1, 25))]
     measured = [
-        {**common, "speculation": seed, "scope": scope, "layer": layer, "step": step, "kv_accuracy": accuracy + jump}
+        {
+            **common,
+            "prompt": "continue",
+            "speculation": seed,
+            "scope": scope,
+            "layer": layer,
+            "step": step,
+            "kv_accuracy": accuracy + jump,
+        }
         | {"token_accuracy": None if scope == "layer" else 1.0}
         for seed, accuracy in (("random", 0.63), ("random_first", 0.9), ("self", 0.9327))
         for scope, layer, step in scopes
@@ -174,7 +182,7 @@ def test_planned_bytes_do_not_depend_on_the_machine(put, gpu_environment, tmp_pa
 
 def test_prediction_has_one_decimal_and_the_seeds_in_order(put_prediction, tmp_path: Path) -> None:
     build_report(tmp_path)
-    assert [line[3:] for line in lines(tmp_path, "prediction")] == [
+    assert [line[4:] for line in lines(tmp_path, "prediction")] == [
         ["self", "93.3", "70.0", "100.0"],
         ["random_first", "90.0", "70.0", "100.0"],
         ["random", "63.0", "70.0", "100.0"],
@@ -292,7 +300,10 @@ def test_only_the_newest_version_of_a_config_counts(put, rows, tmp_path: Path) -
 @pytest.mark.parametrize("argument", ["results_dir", "folder=x", "results_dir="])
 def test_a_wrong_argument_is_one_clear_message(argument: str, capsys) -> None:
     assert report.main([argument]) == 2
-    assert capsys.readouterr().err == f"error: argument {argument!r} is not understood; allowed: results_dir=VALUE\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: argument {argument!r} is not understood; allowed: results_dir=VALUE, readme=VALUE\n"
+    )
 
 
 def test_an_empty_folder_is_no_error(tmp_path: Path) -> None:

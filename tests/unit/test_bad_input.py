@@ -113,6 +113,14 @@ def test_too_little_memory_is_said_before_allocating(tiny: Engine, monkeypatch) 
         tiny.generate([[1, 2, 3]], max_new_tokens=2)
 
 
+def test_weights_that_do_not_fit_are_not_loaded(monkeypatch) -> None:
+    monkeypatch.setattr(planning.psutil, "virtual_memory", lambda: types.SimpleNamespace(available=10**9))
+    with pytest.raises(
+        CapacityError, match=r"16,060,522,496 bytes needed for the weights of llama-3-8b, 1,000,000,000"
+    ):
+        load_model("random:llama-3-8b", torch.bfloat16)
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     """A small real checkpoint folder to damage."""

@@ -1,0 +1,57 @@
+"""What the README says is there is there, and its tables are those of the committed records."""
+
+import re
+from pathlib import Path
+
+from dualdecoder.method import REGISTRY
+from experiments.reporting.readme import with_tables
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PACKAGES = ("dualdecoder", "baselines", "experiments")
+
+
+def tree() -> set[str]:
+    block = README.partition("How it fits together")[2].split("```")[1]
+    lines = [line.split(maxsplit=1) for line in block.strip().splitlines()]
+    assert all(len(line) == 2 for line in lines), "every file has a comment"
+    return {line[0] for line in lines}
+
+
+def test_the_tree_lists_every_source_file_and_no_other() -> None:
+    files = {path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    assert {name for name in tree() if name.endswith(".py")} == files
+
+
+def test_folders_in_the_tree_exist_and_all_conf_groups_are_named() -> None:
+    for name in tree():
+        assert list(ROOT.glob(name)), name
+    groups = {f"conf/{path.name}/*.yaml" for path in (ROOT / "conf").iterdir() if path.is_dir()}
+    assert groups <= tree()
+
+
+def test_commands_and_links_exist() -> None:
+    for module in re.findall(r"-m (experiments\.\w+)", README):
+        assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), module
+    for target in re.findall(r"make (\w+)", README):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", README):
+        assert (ROOT / link).exists(), link
+
+
+def test_tables_are_those_of_the_committed_records() -> None:
+    """If this fails: make report ARGS="results_dir=results/cpu readme=README.md"."""
+    assert README.count("<!-- table: ") == 4
+    assert with_tables(README, ROOT / "results/cpu/tables") == README
+
+
+def test_every_method_has_a_config() -> None:
+    assert {path.stem for path in (ROOT / "conf/method").glob("*.yaml")} == set(REGISTRY)
+
+
+def test_only_marked_blocks_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "speed.md").write_text("# speed\n\n## all\n\n| a |\n")
+    text = "before\n<!-- table: speed -->\nold\n<!-- end of table -->\nafter\n"
+    assert with_tables(text, tmp_path) == (
+        "before\n<!-- table: speed -->\n#### all\n\n| a |\n<!-- end of table -->\nafter\n"
+    )
