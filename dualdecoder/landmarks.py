@@ -50,13 +50,15 @@ def _blocked(chunks_B: Tensor, excluded_BKO: Tensor, chunks: int) -> Tensor:
 
 
 def top_chunks(scores: Tensor, count: int) -> Tensor:
-    """The ``count`` best chunks of the last dimension, best first, ties by chunk number; int64.
+    """The ``count`` best chunks of the last dimension in ascending chunk number, int64; ties go to the lower number.
 
-    Places without a candidate (score -inf, or fewer chunks than ``count``) hold ``NO_CHUNK``.
+    Places without a candidate (score -inf, or fewer chunks than ``count``) come last and hold ``NO_CHUNK``.
     """
+    beyond = scores.shape[-1]
     ordered, chunk = scores.sort(dim=-1, descending=True, stable=True)
-    best = chunk[..., :count].masked_fill(ordered[..., :count] == -torch.inf, NO_CHUNK)
-    return F.pad(best, (0, count - best.shape[-1]), value=NO_CHUNK)
+    best = chunk[..., :count].masked_fill(ordered[..., :count] == -torch.inf, beyond)
+    ascending = F.pad(best, (0, count - best.shape[-1]), value=beyond).sort(dim=-1).values
+    return ascending.masked_fill(ascending == beyond, NO_CHUNK)
 
 
 def mark_chunks(chunk_BKS: Tensor, chunks: int) -> Tensor:

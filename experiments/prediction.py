@@ -20,14 +20,15 @@ from dualdecoder.prefill import PrefillSnapshot
 from dualdecoder.telemetry import FIELDS
 from experiments.harness.points import run_point
 from experiments.harness.workload import engine_for, manual_prompt, progress, question_prompt, require_positive
+from experiments.reporting.terminal import show_point
 
 PROMPTS = {"continue": manual_prompt, "question": question_prompt}
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="prediction")
 def main(cfg: DictConfig) -> None:
-    """Record one context and budget, all speculation seeds on one prefill."""
-    run_point("prediction", cfg, measure)
+    """Record and print one context and budget, all speculation seeds on one prefill."""
+    show_point(run_point("prediction", cfg, measure))
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:

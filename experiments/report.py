@@ -4,21 +4,16 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table as RichTable
 
 from experiments.harness.environment import ROOT
 from experiments.harness.options import read_options
 from experiments.harness.points import results_folder
-from experiments.reporting.collect import Collection, Section, collect
+from experiments.reporting.collect import Collection, collect
 from experiments.reporting.figures import write_figure
 from experiments.reporting.readme import with_tables
-from experiments.reporting.tables import TABLES, as_markdown, is_text, no_records, parts, write_tables
-
-# A terminal has its own width; in a file or a CI log rich would take eighty columns, too few for the tables.
-_WIDTH_OF_A_FILE = 100
+from experiments.reporting.tables import TABLES, as_markdown, write_tables
+from experiments.reporting.terminal import make_console, print_sections
 
 
 def main(arguments: list[str]) -> int:
@@ -38,26 +33,15 @@ def main(arguments: list[str]) -> int:
 
 def build_report(folder: Path) -> None:
     """Make every table and figure that the records below `folder` allow, and name the records without a result."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH_OF_A_FILE)
+    console = make_console()
     collection = collect(folder)
     for name in TABLES:
         sections = collection.sections(name)
-        _print_sections(console, name, sections)
+        print_sections(console, name, sections)
         write_tables(name, sections, folder / "tables")
         write_figure(name, sections, folder / "figures")
     _report_problems(console, collection, folder)
     console.print(f"Tables: {folder / 'tables'}\nFigures: {folder / 'figures'}", soft_wrap=True, highlight=False)
-
-
-def _print_sections(console: Console, name: str, sections: list[Section]) -> None:
-    if not sections:
-        console.print(f"[bold]{name}[/bold]: {no_records(name)}")
-    for section in sections:
-        for part in parts(name, section):
-            console.print(_rich(part.title, part.texts), "")
-        console.print(escape(section.caption) + "\n", style="italic", highlight=False)
 
 
 def _report_problems(console: Console, collection: Collection, folder: Path) -> None:
@@ -85,23 +69,6 @@ def _problems(collection: Collection, folder: Path) -> pd.DataFrame:
 def _reason(error: dict[str, str] | None) -> str:
     error = error or {}
     return f"{error.get('type', 'error')}: {' '.join(error.get('message', '').split())}"
-
-
-def _rich(title: str, texts: pd.DataFrame) -> RichTable:
-    table = RichTable(title=escape(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.show_edge = table.pad_edge = False
-    for name in texts.columns:
-        text = is_text(name)
-        table.add_column(escape(name), justify="left" if text else "right", no_wrap=text, vertical="top")
-    for line in texts.to_numpy().tolist():
-        table.add_row(*(escape(_two_a_line(cell)) for cell in line))
-    return table
-
-
-def _two_a_line(cell: str) -> str:
-    """A list of names and numbers broken after every second comma, so that no name loses its number."""
-    items = cell.split(", ")
-    return ",\n".join(", ".join(items[start : start + 2]) for start in range(0, len(items), 2))
 
 
 if __name__ == "__main__":

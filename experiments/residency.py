@@ -17,14 +17,15 @@ from dualdecoder.model import planned_weight_bytes
 from dualdecoder.planning import activation_bytes, plan_memory
 from experiments.harness.points import run_point
 from experiments.harness.workload import require_positive
+from experiments.reporting.terminal import show_point
 
 IDEAL = "ideal"
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="residency")
 def main(cfg: DictConfig) -> None:
-    """Record one model and context, all methods."""
-    run_point("residency", cfg, measure)
+    """Record and print one model and context, all methods."""
+    show_point(run_point("residency", cfg, measure))
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:

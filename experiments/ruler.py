@@ -17,13 +17,14 @@ from dualdecoder.prefill import PrefillSnapshot
 from experiments.harness.points import run_point
 from experiments.harness.statistics import wilson_interval
 from experiments.harness.workload import engine_for, progress, require_positive
+from experiments.reporting.terminal import show_point
 from experiments.ruler_tasks import RulerSample, make_sample, score
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="ruler")
 def main(cfg: DictConfig) -> None:
-    """Record one task and length, all methods."""
-    run_point("ruler", cfg, measure)
+    """Record and print one task and length, all methods."""
+    show_point(run_point("ruler", cfg, measure))
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:

@@ -17,12 +17,13 @@ from dualdecoder.method import KVMethod
 from experiments.harness.environment import device_tag, environment
 from experiments.harness.points import run_point
 from experiments.harness.workload import engine_for, manual_prompt, progress, require_positive
+from experiments.reporting.terminal import show_point
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="throughput")
 def main(cfg: DictConfig) -> None:
-    """Record one model, method, context and batch."""
-    run_point("throughput", cfg, measure)
+    """Record and print one model, method, context and batch."""
+    show_point(run_point("throughput", cfg, measure))
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:

@@ -45,13 +45,14 @@ def run_point(experiment: str, cfg: DictConfig, measure: Callable[[DictConfig], 
         _save(path, _end(record, begin, status="ok", rows=rows))
     except Exception as error:
         _save(path, _end(record, begin, status="failed", error=_describe(error)))
-        if isinstance(error, UserError) and not _in_sweep():
+        if isinstance(error, UserError) and not in_sweep():
             sys.exit(f"error: {error}")
         raise
     return path
 
 
-def _in_sweep() -> bool:
+def in_sweep() -> bool:
+    """True inside one job of a Hydra multirun."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 

@@ -17,7 +17,7 @@ CHUNK = 8
 def attended_tokens(
     keys_TD: np.ndarray, q_GD: np.ndarray, config: DualDecoderConfig, prompt: int, flushed: int
 ) -> tuple[set[int], list[int]]:
-    """Past token positions that one KV head's rows attend to, and the selected chunks best first."""
+    """Past token positions that one KV head's rows attend to, and the selected chunks."""
     chunks = max(0, (prompt - config.local) // CHUNK) + flushed
     of_prompt = chunks - flushed
     members = [keys_TD[n * CHUNK : (n + 1) * CHUNK] for n in range(chunks)]
@@ -35,7 +35,7 @@ def attended_tokens(
             best[n] = max(best[n], exps[n] / sum(exps.values()))
     chosen = sorted(candidates, key=lambda n: -best[n])[: config.budget // CHUNK]
     in_chunks = {t for n in [*chosen, *outliers] for t in range(n * CHUNK, (n + 1) * CHUNK)}
-    return in_chunks | set(range(chunks * CHUNK, len(keys_TD))), chosen
+    return in_chunks | set(range(chunks * CHUNK, len(keys_TD))), sorted(chosen)
 
 
 @pytest.mark.parametrize("prompt", [33, 47, 200, 325])

@@ -141,6 +141,14 @@ def test_random_weights_have_no_text_to_measure() -> None:
         throughput.measure(config("throughput", "model=llama-3-8b"))
 
 
+def test_a_point_prints_its_table(tmp_path) -> None:
+    command = [sys.executable, "-m", "experiments.residency", f"results_dir={tmp_path}"]
+    result = subprocess.run([*command, f"hydra.run.dir={tmp_path}/hydra"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "weights 14.96, landmarks 12.00" in result.stdout
+    assert "planned bytes" in result.stdout
+
+
 def test_a_users_error_is_one_line(tmp_path) -> None:
     command = [sys.executable, "-m", "experiments.residency", "budget=7", f"results_dir={tmp_path}"]
     result = subprocess.run([*command, f"hydra.run.dir={tmp_path}/hydra"], cwd=ROOT, capture_output=True, text=True)

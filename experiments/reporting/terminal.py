@@ -1,0 +1,60 @@
+"""Tables on the terminal."""
+
+from pathlib import Path
+
+import pandas as pd
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from experiments.harness.points import in_sweep
+from experiments.harness.records import read_record
+from experiments.reporting.collect import Collection, Section
+from experiments.reporting.tables import is_text, no_records, parts
+
+# A terminal has its own width; in a file or a CI log rich would take eighty columns, too few for the tables.
+_WIDTH_OF_A_FILE = 100
+
+
+def make_console() -> Console:
+    """A console as wide as the terminal, or wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH_OF_A_FILE)
+
+
+def show_point(path: Path) -> None:
+    """Print the table of one record; in a sweep, where the report follows, only say where it is."""
+    if in_sweep():
+        print(f"recorded: {path.name}")
+        return
+    record = read_record(path)
+    sections = Collection([record], [], [], [], []).sections(record.experiment)
+    print_sections(make_console(), record.experiment, sections)
+
+
+def print_sections(console: Console, name: str, sections: list[Section]) -> None:
+    """Print the tables of one experiment with their captions, or how to get them."""
+    if not sections:
+        console.print(f"[bold]{name}[/bold]: {no_records(name)}")
+    for section in sections:
+        for part in parts(name, section):
+            console.print(_rich(part.title, part.texts), "")
+        console.print(escape(section.caption) + "\n", style="italic", highlight=False)
+
+
+def _rich(title: str, texts: pd.DataFrame) -> RichTable:
+    table = RichTable(title=escape(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.show_edge = table.pad_edge = False
+    for name in texts.columns:
+        text = is_text(name)
+        table.add_column(escape(name), justify="left" if text else "right", no_wrap=text, vertical="top")
+    for line in texts.to_numpy().tolist():
+        table.add_row(*(escape(_two_a_line(cell)) for cell in line))
+    return table
+
+
+def _two_a_line(cell: str) -> str:
+    """A list of names and numbers broken after every second comma, so that no name loses its number."""
+    items = cell.split(", ")
+    return ",\n".join(", ".join(items[start : start + 2]) for start in range(0, len(items), 2))
