@@ -2,12 +2,17 @@
 
 import pytest
 import torch
+from hypothesis import settings
 
 from dualdecoder.checkpoints import load_model
 from dualdecoder.engine import Engine
 from dualdecoder.method import method_config
 from dualdecoder.model import Decoder
 from experiments.harness.workload import manual_prompt
+
+# A busy machine makes a correct example slow; how long tests take is not what they test.
+settings.register_profile("project", deadline=None)
+settings.load_profile("project")
 
 
 @pytest.fixture(scope="session")
