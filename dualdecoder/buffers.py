@@ -33,18 +33,17 @@ class ChunkBuffer:
         records = ledger.on_device("buffers", (*lead, 2, chunk, model.head_dim), dtype)
         return cls(records, ledger.on_device("buffers", lead, torch.int64).fill_(NO_CHUNK))
 
-    def put(self, slot_BKS: Tensor, chunk_BKS: Tensor, records_BKSXCD: Tensor, where_BKS: Tensor) -> None:
-        """Write records into slots where ``where_BKS`` holds. Those slots must differ within a head."""
-        # Entries that are not written go to a spare slot, so that nothing depends on how many there are.
-        spare = self.held_BKS.shape[-1]
-        target_BKS = slot_BKS.where(where_BKS, spare)
-        self.held_BKS.copy_(_scatter(self.held_BKS, target_BKS, chunk_BKS))
-        self.records_BKSXCD.copy_(_scatter(self.records_BKSXCD, target_BKS, records_BKSXCD))
+    def relabel(self, slot_BKS: Tensor, chunk_BKS: Tensor, where_BKS: Tensor) -> None:
+        """Enter chunks into the table where ``where_BKS`` holds. Those slots must differ within a head."""
+        self.held_BKS.copy_(_scatter(self.held_BKS, self._target(slot_BKS, where_BKS), chunk_BKS))
 
-    def replace(self, chunk_BKS: Tensor, records_BKSXCD: Tensor) -> None:
-        """Drop everything and hold these chunks, in this order."""
-        self.held_BKS.copy_(chunk_BKS)
-        self.records_BKSXCD.copy_(records_BKSXCD)
+    def put(self, slot_BKS: Tensor, records_BKSXCD: Tensor, where_BKS: Tensor) -> None:
+        """Write records into slots where ``where_BKS`` holds. Those slots must differ within a head."""
+        self.records_BKSXCD.copy_(_scatter(self.records_BKSXCD, self._target(slot_BKS, where_BKS), records_BKSXCD))
+
+    def _target(self, slot_BKS: Tensor, where_BKS: Tensor) -> Tensor:
+        # Entries that are not written go to a spare slot, so that nothing depends on how many there are.
+        return slot_BKS.where(where_BKS, self.held_BKS.shape[-1])
 
     def clear(self) -> None:
         """Hold nothing."""

@@ -178,6 +178,7 @@ class DualDecoderConfig(MethodConfig):
         second token; random_first: the same, started with a random token; random: a random token each step;
         none: one row, no prediction.
     schedule: layer_aware: prefetch two layers ahead; on_demand: fetch only when the selection is known.
+    host_sequences: sequences that the host keeps KV for; 0 for all. Fewer share it, for measuring transfers only.
     """
 
     budget: int = 2048
@@ -187,6 +188,7 @@ class DualDecoderConfig(MethodConfig):
     window: int = 64
     speculation: str = "self"
     schedule: str = "layer_aware"
+    host_sequences: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -199,6 +201,7 @@ class DualDecoderConfig(MethodConfig):
         require(self.window >= minimum, "window", self.window, f"at least local + 2 chunks = {minimum} tokens")
         require(self.outliers_per_1024 >= 0, "outliers_per_1024", self.outliers_per_1024, "0 or more chunks")
         require(self.speculation in SPECULATIONS, "speculation", self.speculation, ", ".join(SPECULATIONS))
+        require(self.host_sequences >= 0, "host_sequences", self.host_sequences, "0 (all) or a number of sequences")
         require(self.schedule in SCHEDULES, "schedule", self.schedule, ", ".join(SCHEDULES))
 
     @property

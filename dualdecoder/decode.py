@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dualdecoder.graphs import StepRunner
 from dualdecoder.method import KVMethod
 from dualdecoder.model import Decoder
 from dualdecoder.sampling import Sampler, Speculator
-from dualdecoder.step import decode_step
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,21 @@ class _Loop:
         self.length_B = torch.tensor(length_B, device=model.device)
         self.active_B = torch.ones(len(first_token_B), dtype=torch.bool)
         self.guess_B: Tensor | None = None
+        self.step = StepRunner(model, method)
 
     def seed_speculation(self) -> None:
         """Pre-decode: a single-row step gives the true second token; nothing is committed (paper section 5.2)."""
         if self.speculator is None:
             return
-        nobody_B = torch.zeros_like(self.active_B)
-        logits_B1V = decode_step(self.model, self.method, self.token_B[:, None], self.length_B, nobody_B)
+        nobody_B = torch.zeros_like(self.active_B, device=self.model.device)
+        logits_B1V = self.step(self.token_B[:, None], self.length_B, nobody_B)
         self.guess_B = self.speculator.first(self.choose(logits_B1V, self.length_B)[:, 0])
 
     def advance(self) -> DecodeStep:
         begin = time.perf_counter()
         rows = [self.token_B] if self.guess_B is None else [self.token_B, self.guess_B]
         active_B = self.active_B.to(self.model.device)
-        logits_BRV = decode_step(self.model, self.method, torch.stack(rows, dim=1), self.length_B, active_B)
+        logits_BRV = self.step(torch.stack(rows, dim=1), self.length_B, active_B)
         chosen_BR = self.choose(logits_BRV, self.length_B)
         token_B, guessed = chosen_BR[:, 0], self._compare(chosen_BR[:, 0])
         if self.speculator is not None:

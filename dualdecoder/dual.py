@@ -3,7 +3,7 @@
 Row 0 of a step is the real token, row 1 its speculated successor. Row 1's selection is the prefetch list of the next
 step. Prediction, buffers and order of transfers change time, never row 0's result: attention walks the true selection
 in selection order, wherever its chunks lie.
-This is the reference form: transfers happen at once, in the order in which streams would carry them.
+On a GPU, transfers run on side streams; on a CPU they happen at once, in the same order.
 Suffixes: B sequences, R rows, T tokens, H query heads, K KV heads, D head size, N chunks, S selected chunks,
 O outlier chunks, C tokens of a chunk, W tokens of the window, X = K and V, P past tokens attended to.
 """
@@ -12,31 +12,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dualdecoder.attention import step_attention
-from dualdecoder.buffers import ChunkBuffer, assign_slots
+from dualdecoder import window
+from dualdecoder.buffers import ChunkBuffer
 from dualdecoder.config import DualDecoderConfig
 from dualdecoder.errors import require
 from dualdecoder.host_store import HostStore
-from dualdecoder.landmarks import NO_CHUNK, chunk_landmarks, chunk_scores, count_common, outlier_chunks, top_chunks
+from dualdecoder.landmarks import NO_CHUNK, chunk_landmarks, outlier_chunks
 from dualdecoder.method import KVMethod
+from dualdecoder.ops import Counting, History, LayerState, Ops, ReferenceOps
 from dualdecoder.telemetry import Telemetry
-from dualdecoder.window import RecentWindow
+from dualdecoder.transfer import SideStream
 
 # Prefetch distance in layers: with two buffers, the one that layer l frees is next used by layer l + 2.
 BUFFERS = 2
 
-# (layer, scores of the last row [B, K, N]) -> chunk numbers [B, K, S] to expect in the next step.
-Predictor = Callable[[int, Tensor], Tensor]
+# (layer, true set of row 0, set of the last row) -> the two sets to go on with, each [B, K, S]. For replaying known
+# selections and for forcing wrong predictions.
+Rewrite = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class DualDecoder(KVMethod):
     """Full KV on the host; landmarks, outliers, recent window and two chunk buffers on the device."""
 
     config_class = DualDecoderConfig
+    devices = ("cpu", "cuda")
     config: DualDecoderConfig
 
     def allocate(self) -> None:
@@ -44,40 +48,64 @@ class DualDecoder(KVMethod):
         require(model.layers >= BUFFERS, "model.layers", model.layers, f"at least {BUFFERS} for alternating buffers")
         self.speculation = config.speculation
         self.rows = 1 if config.speculation == "none" else 2
+        # With an odd number of layers the buffers swap roles between steps.
+        self.graphable = model.layers % BUFFERS == 0
+        # Off only to time a step without its transfers; results are then meaningless.
+        self.transfers = True
         self.prefetches = self.rows == 2 and config.schedule == "layer_aware"
-        self.predictor: Predictor = lambda _, scores_BKN: top_chunks(scores_BKN, self.slots)
+        self.rewrite: Rewrite | None = None
         self.chunks = math.ceil(self.context / config.chunk)
         self.slots = min(config.budget // config.chunk, self.chunks)
         self.turn = 0
         self.full_step = self.comparable = False
-        self._allocate_host_and_records()
-        self._allocate_tables()
+        self._allocate_memory()
+        self.ops = self._make_ops()
+        self.urgent = SideStream(self.ledger.device, urgent=True)
+        self.prefetch = SideStream(self.ledger.device, urgent=False)
 
-    def _allocate_host_and_records(self) -> None:
+    def _make_ops(self) -> Ops:
+        if self.device_type != "cuda":
+            return ReferenceOps(self.chunks, self.config.chunk)
+        return self.triton_ops()
+
+    def triton_ops(self) -> Ops:
+        """The GPU's operations. Triton is imported only here, so that a CPU needs none."""
+        from dualdecoder.kernels.ops import TritonOps
+
+        return TritonOps(
+            self.model, self.config, batch=self.batch, rows=self.rows, chunks=self.chunks, slots=self.slots,
+            outliers=self.layers[0].outliers_BKO.shape[-1], buffers=BUFFERS, dtype=self.dtype, ledger=self.ledger,
+        )  # fmt: skip
+
+    def _allocate_memory(self) -> None:
         model, ledger, chunk = self.model, self.ledger, self.config.chunk
-        outliers = min(self.config.outliers, self.chunks)
-        self.host = HostStore(model, self.batch, self.chunks, chunk, self.dtype, ledger)
-        self.window = RecentWindow(model, self.batch, self.config.window, self.dtype, ledger)
+        self.host = HostStore(model, self.config.host_sequences or self.batch, self.chunks, chunk, self.dtype, ledger)
         self.buffers = [
             ChunkBuffer.allocate(model, self.batch, self.slots, chunk, self.dtype, ledger) for _ in range(BUFFERS)
         ]
-        head = (self.batch, model.kv_heads)
-        landmarks, records = (*head, self.chunks, model.head_dim), (*head, outliers, 2, chunk, model.head_dim)
-        self.landmarks = [ledger.on_device("landmarks", landmarks, self.dtype) for _ in range(model.layers)]
-        self.outlier_records = [ledger.on_device("outliers", records, self.dtype) for _ in range(model.layers)]
-        self.outliers = self._chunk_tables(outliers)
+        self.length_B = ledger.on_device("tables", (self.batch,), torch.int64)
+        self.chunks_B = ledger.on_device("tables", (self.batch,), torch.int64)
+        self.layers = [self._allocate_layer() for _ in range(model.layers)]
+        self.predicted = [self._chunk_table(self.slots) for _ in range(model.layers)]
+        self.selected = [self._chunk_table(self.slots) for _ in range(model.layers)]
+        self.telemetry = Telemetry(model.layers, ledger)
 
-    def _allocate_tables(self) -> None:
-        self.predicted = self._chunk_tables(self.slots)
-        self.selected = self._chunk_tables(self.slots)
-        self.telemetry = Telemetry(self.model.layers, self.ledger)
-        self.length_B = self.ledger.on_device("tables", (self.batch,), torch.int64)
-        self.chunks_B = self.ledger.on_device("tables", (self.batch,), torch.int64)
+    def _allocate_layer(self) -> LayerState:
+        model, ledger, chunk = self.model, self.ledger, self.config.chunk
+        head, outliers = (self.batch, model.kv_heads), min(self.config.outliers, self.chunks)
+        records = (*head, outliers, 2, chunk, model.head_dim)
+        return LayerState(
+            landmarks_BKND=ledger.on_device("landmarks", (*head, self.chunks, model.head_dim), self.dtype),
+            outliers_BKO=self._chunk_table(outliers),
+            outlier_records_BKOXCD=ledger.on_device("outliers", records, self.dtype),
+            window_BKXWD=ledger.on_device("window", (*head, 2, self.config.window, model.head_dim), self.dtype),
+            length_B=self.length_B,
+            chunks_B=self.chunks_B,
+        )
 
-    def _chunk_tables(self, entries: int) -> list[Tensor]:
+    def _chunk_table(self, entries: int) -> Tensor:
         shape = (self.batch, self.model.kv_heads, entries)
-        tables = [self.ledger.on_device("tables", shape, torch.int64) for _ in range(self.model.layers)]
-        return [table.fill_(NO_CHUNK) for table in tables]
+        return self.ledger.on_device("tables", shape, torch.int64).fill_(NO_CHUNK)
 
     def prefill_layer(
         self, sequence: int, layer: int, q_THD: Tensor, k_pre_rope_TKD: Tensor, k_TKD: Tensor, v_TKD: Tensor
@@ -89,90 +117,79 @@ class DualDecoder(KVMethod):
         if chunks:
             records_KXNCD = kv_KXTD[:, :, : chunks * chunk].unflatten(2, (chunks, chunk))
             self._keep_chunks(sequence, layer, records_KXNCD.transpose(1, 2))
-        self.window.write_prompt(layer, sequence, chunks * chunk, kv_KXTD[:, :, chunks * chunk :])
+        window.write_prompt(self.layers[layer].window_BKXWD[sequence], chunks * chunk, kv_KXTD[:, :, chunks * chunk :])
         self.length_B[sequence], self.chunks_B[sequence] = tokens, chunks
 
     def _keep_chunks(self, sequence: int, layer: int, records_KNXCD: Tensor) -> None:
-        self.host.write_prompt(layer, sequence, records_KNXCD)
+        state = self.layers[layer]
+        records_KNXCD = records_KNXCD.contiguous()
+        with self.prefetch.work():
+            self.host.write_prompt(layer, sequence, records_KNXCD)
+        self.prefetch.keep_alive(records_KNXCD)
         landmarks_KND = chunk_landmarks(records_KNXCD[:, :, 0])
-        self.landmarks[layer][sequence, :, : landmarks_KND.shape[1]] = landmarks_KND
-        outlier_KO = outlier_chunks(records_KNXCD[:, :, 0], landmarks_KND, self.outliers[layer].shape[-1])
-        self.outliers[layer][sequence] = outlier_KO
+        state.landmarks_BKND[sequence, :, : landmarks_KND.shape[1]] = landmarks_KND
+        outlier_KO = outlier_chunks(records_KNXCD[:, :, 0], landmarks_KND, state.outliers_BKO.shape[-1])
+        state.outliers_BKO[sequence] = outlier_KO
         head_K1 = torch.arange(len(outlier_KO), device=outlier_KO.device)[:, None]
-        self.outlier_records[layer][sequence] = records_KNXCD[head_K1, outlier_KO.clamp(min=0)]
+        state.outlier_records_BKOXCD[sequence] = records_KNXCD[head_K1, outlier_KO.clamp(min=0)]
 
     def begin_step(self, rows: int, commit_B: Tensor) -> None:
         # A single-row step before dual-row decoding runs the same token again: comparing with it would flatter.
         self.comparable, self.full_step = self.full_step, rows == self.rows
+        self.prefetch.join()
+        self.ops.begin_step(self.chunks_B)
         self.commit_B = commit_B
         self.flush_B = commit_B & (self.length_B - self.chunks_B * self.config.chunk == self.config.window)
 
     def attend(self, layer: int, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor) -> Tensor:
-        scores_BRKN = chunk_scores(q_BRHD, self.landmarks[layer], self.chunks_B, self.outliers[layer])
-        chosen_BKS = top_chunks(scores_BRKN[:, 0], self.slots)
-        slot_BKS = self._bring_in(layer, chosen_BKS)
-        o_BRHD = step_attention(q_BRHD, k_BRKD, v_BRKD, *self._past(layer, chosen_BKS, slot_BKS))
-        self._commit(layer, torch.stack((k_BRKD[:, 0], v_BRKD[:, 0]), dim=2))
-        self.selected[layer].copy_(chosen_BKS)
-        if self.prefetches:
-            self.predicted[layer].copy_(self.predictor(layer, scores_BRKN[:, -1]))
+        state = self.layers[layer]
+        chosen_BKS, predicted_BKS = self._select(layer, q_BRHD)
+        slot_BKS = self._bring_in(layer, chosen_BKS, predicted_BKS)
+        o_BRHD = self.ops.attend(q_BRHD, k_BRKD, v_BRKD, state, self._buffer, chosen_BKS, slot_BKS)
+        self.ops.commit(k_BRKD[:, 0], v_BRKD[:, 0], state, self.host, layer, self.commit_B, self.flush_B)
         self._hand_over_buffer(layer)
         return o_BRHD
 
     def end_step(self) -> None:
         self.length_B += self.commit_B
         self.chunks_B += self.flush_B
+        self.prefetch.join()
 
     @property
     def _buffer(self) -> ChunkBuffer:
         return self.buffers[self.turn % BUFFERS]
 
-    def _bring_in(self, layer: int, chosen_BKS: Tensor) -> Tensor:
+    def _select(self, layer: int, q_BRHD: Tensor) -> tuple[Tensor, Tensor]:
+        """Row 0's true set, and the last row's set: what to expect in the next step."""
+        sets_BRKS = self.ops.select(q_BRHD, self.layers[layer], self.slots)
+        chosen_BKS, predicted_BKS = sets_BRKS[:, 0], sets_BRKS[:, -1]
+        return self.rewrite(layer, chosen_BKS, predicted_BKS) if self.rewrite else (chosen_BKS, predicted_BKS)
+
+    def _bring_in(self, layer: int, chosen_BKS: Tensor, predicted_BKS: Tensor) -> Tensor:
         """Fetch the chosen chunks that the buffer lacks (urgent path); returns each chosen chunk's slot."""
-        slot_BKS, missing_BKS = assign_slots(chosen_BKS, self._buffer.held_BKS, self.chunks)
-        self._count(layer, chosen_BKS, missing_BKS)
-        self._buffer.put(slot_BKS, chosen_BKS, self.host.read(layer, chosen_BKS), missing_BKS)
+        history = History(self.predicted[layer], self.selected[layer], predicted_BKS, self.comparable)
+        counting = Counting(self.telemetry.counts[layer], self.commit_B, history)
+        slot_BKS, misses = self.ops.find(chosen_BKS, self._buffer, counting)
+        # A missing chunk may take the slot of a wrong prediction that is still on its way.
+        self.prefetch.wait(self.turn % BUFFERS)
+        self._fetch(self.urgent, 0, layer, misses)
+        self.urgent.wait()
         return slot_BKS
-
-    def _count(self, layer: int, chosen_BKS: Tensor, missing_BKS: Tensor) -> None:
-        selected_BK, urgent_BK = (chosen_BKS != NO_CHUNK).sum(-1), missing_BKS.sum(-1)
-        counts = {"selected": selected_BK, "urgent": urgent_BK, "hit": selected_BK - urgent_BK}
-        if self.comparable:
-            counts["comparable"] = selected_BK
-            counts["predicted"] = count_common(chosen_BKS, self.predicted[layer], self.chunks)
-            counts["reused"] = count_common(chosen_BKS, self.selected[layer], self.chunks)
-        self.telemetry.add(layer, self.commit_B, **counts)
-
-    def _past(self, layer: int, chosen_BKS: Tensor, slot_BKS: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[B, K, 2, P, D]`` outside this step, and which of them are real, ``[B, K, P]``."""
-        chunk, heads = self.config.chunk, self.model.kv_heads
-        gathered = (self._buffer.take(slot_BKS), self.outlier_records[layer])
-        past = [records.transpose(2, 3).flatten(3, 4) for records in gathered]
-        exists_BKN = torch.cat((chosen_BKS, self.outliers[layer]), dim=-1) != NO_CHUNK
-        filled_BKW = self.window.filled(self.chunks_B * chunk, self.length_B)[:, None].expand(-1, heads, -1)
-        allowed_BKP = torch.cat((exists_BKN.repeat_interleave(chunk, dim=-1), filled_BKW), dim=-1)
-        return torch.cat((*past, self.window.layers[layer]), dim=3), allowed_BKP
-
-    def _commit(self, layer: int, kv_BKXD: Tensor) -> None:
-        """Move the oldest chunk of a full window to the host, then write row 0's key and value."""
-        chunk = self.config.chunk
-        record_BKXCD = self.window.chunk(layer, self.chunks_B * chunk, chunk)
-        self.host.write_chunk(layer, self.chunks_B, record_BKXCD, self.flush_B)
-        at = (torch.arange(self.batch, device=self.chunks_B.device), slice(None), self.chunks_B)
-        landmark_BKD, kept_BKD = chunk_landmarks(record_BKXCD[:, :, 0]), self.landmarks[layer][at]
-        self.landmarks[layer][at] = torch.where(self.flush_B[:, None, None], landmark_BKD, kept_BKD)
-        self.window.write_token(layer, self.length_B, kv_BKXD, self.commit_B)
 
     def _hand_over_buffer(self, layer: int) -> None:
         """Fill the buffer that this layer has done with for the layer that uses it next, or empty it."""
         target = (layer + BUFFERS) % self.model.layers
-        chunk_BKS = self.predicted[target]
         if self.prefetches:
-            self.telemetry.add(target, self.commit_B, prefetched=(chunk_BKS != NO_CHUNK).sum(-1))
-            self._buffer.replace(chunk_BKS, self.host.read(target, chunk_BKS))
+            expected = self.ops.replace(self._buffer, self.predicted[target])
+            self._fetch(self.prefetch, self.turn % BUFFERS, target, expected)
         else:
             self._buffer.clear()
         self.turn += 1
+
+    def _fetch(self, stream: SideStream, key: int, layer: int, fetch: Any) -> None:
+        if self.transfers:
+            with stream.work(key):
+                self.ops.fetch(self.host, layer, fetch, self._buffer)
 
     def statistics(self) -> dict[str, float]:
         """Chunk counts, link bytes, and shares of the selection: ``hit_rate``, ``kv_accuracy``, ``reuse``."""

@@ -230,7 +230,7 @@ class Engine:
     def _allocate(self, batch: int, context: int) -> KVMethod:
         chosen = method_class(self.method_name)
         model, dtype = self.model.config, self.model.dtype
-        check_memory(chosen.plan(model, self.config, batch, context, dtype), self.model.device)
+        check_memory(chosen.plan(model, self.config, batch, context, dtype, self.model.device.type), self.model.device)
         return chosen(model, self.config, batch=batch, context=context, dtype=dtype, device=self.model.device)
 
     def _speculator(self, method: KVMethod, sampling: SamplingConfig) -> Speculator | None:

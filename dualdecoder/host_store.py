@@ -1,7 +1,7 @@
 """The full KV in host memory, one record a chunk and KV head: K then V, contiguous (4 KiB at D 128 in 16 bits).
 
-Suffixes: L layers, B sequences, K KV heads, N chunks, X = the two halves K and V, C tokens of a chunk, D head size,
-S chunks of one request.
+Suffixes: A host sequences, B sequences, K KV heads, N chunks, X = the two halves K and V, C tokens of a chunk,
+D head size, S chunks of one request.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from dualdecoder.ledger import Ledger
 
 
 class HostStore:
-    """Chunk records of all layers, ``[B, K, N, 2, C, D]`` a layer."""
+    """Chunk records of all layers, ``[A, K, N, 2, C, D]`` a layer.
+
+    There are normally as many host sequences (A) as sequences. With fewer, sequence b uses host sequence b modulo A:
+    only for measuring transfers of more sequences than the host has memory for.
+    """
 
     def __init__(
-        self, model: ModelConfig, batch: int, chunks: int, chunk: int, dtype: torch.dtype, ledger: Ledger
+        self, model: ModelConfig, sequences: int, chunks: int, chunk: int, dtype: torch.dtype, ledger: Ledger
     ) -> None:
-        shape = (batch, model.kv_heads, chunks, 2, chunk, model.head_dim)
-        self.records = [ledger.on_host("kv", shape, dtype) for _ in range(model.layers)]
+        shape = (sequences, model.kv_heads, chunks, 2, chunk, model.head_dim)
+        self.records = ledger.on_host("kv", model.layers, shape, dtype)
 
     @property
     def record_bytes(self) -> int:
@@ -28,19 +32,23 @@ class HostStore:
         return self.records[0][0, 0, 0].nbytes
 
     def write_prompt(self, layer: int, sequence: int, records_KNXCD: Tensor) -> None:
-        """Store a prompt's first chunks."""
-        self.records[layer][sequence, :, : records_KNXCD.shape[1]] = records_KNXCD
+        """Store a prompt's first chunks; from a GPU the copy is asynchronous on the current stream."""
+        for records_NXCD, kept_NXCD in zip(records_KNXCD, self._of(layer, sequence), strict=True):
+            # Head by head both sides are dense: one plain copy each.
+            kept_NXCD[: len(records_NXCD)].copy_(records_NXCD, non_blocking=True)
 
     def write_chunk(self, layer: int, chunk_B: Tensor, record_BKXCD: Tensor, where_B: Tensor) -> None:
         """Store one more chunk of those sequences where ``where_B`` holds, at chunk number ``chunk_B``."""
-        row_B = torch.arange(chunk_B.shape[0], device=chunk_B.device)
         records = self.records[layer]
-        kept = records[row_B, :, chunk_B]
-        records[row_B, :, chunk_B] = torch.where(where_B[:, None, None, None, None], record_BKXCD, kept)
+        at = (torch.arange(chunk_B.shape[0]) % len(records), slice(None), chunk_B)
+        records[at] = torch.where(where_B[:, None, None, None, None], record_BKXCD, records[at])
 
     def read(self, layer: int, chunk_BKS: Tensor) -> Tensor:
         """Records ``[B, K, S, 2, C, D]`` of the chunk numbers; entries below 0 give chunk 0."""
         records = self.records[layer]
-        b = torch.arange(records.shape[0], device=records.device)[:, None, None]
-        k = torch.arange(records.shape[1], device=records.device)[None, :, None]
+        b = (torch.arange(chunk_BKS.shape[0]) % len(records))[:, None, None]
+        k = torch.arange(records.shape[1])[None, :, None]
         return records[b, k, chunk_BKS.clamp(min=0)]
+
+    def _of(self, layer: int, sequence: int) -> Tensor:
+        return self.records[layer][sequence % len(self.records[layer])]

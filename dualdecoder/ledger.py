@@ -6,11 +6,14 @@ memory: that is how ``plan()`` works, so a plan and an allocation cannot drift a
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from dualdecoder.pinned import PinnedMemory, whole_pages
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,22 @@ class Ledger:
         self._gpu[category] += tensor.nbytes
         return tensor
 
-    def on_host(self, category: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A zeroed tensor in host memory, booked under ``category``."""
-        tensor = torch.zeros(shape, dtype=dtype, device="meta" if self.planning else "cpu")
-        self._host[category] += tensor.nbytes
-        return tensor
+    def on_host(self, category: str, tensors: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        """Zeroed tensors in host memory, page-locked if the compute device is a GPU; booked under ``category``."""
+        if self.device.type == "cuda":
+            made = _pinned(tensors, shape, dtype)
+        else:
+            made = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(tensors)]
+        self._host[category] += sum(tensor.nbytes for tensor in made)
+        return made
 
     def plan(self) -> MemoryPlan:
         """What has been booked so far."""
         return MemoryPlan(dict(self._gpu), dict(self._host))
+
+
+def _pinned(tensors: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    # One block, locked tensor by tensor: a copy must not cross from one locked piece into the next.
+    piece = whole_pages(math.prod(shape) * dtype.itemsize)
+    memory = PinnedMemory(tensors * piece, piece=piece)
+    return [memory.tensor(shape, dtype) for _ in range(tensors)]

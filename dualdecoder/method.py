@@ -36,6 +36,7 @@ class KVMethod(ABC):
     rows: query rows per sequence and decode step, 1 or 2; with 2, row 1 is the speculated successor of row 0.
     speculation: with two rows, where row 1's token comes from (``SPECULATIONS``).
     devices: device types that the implementation runs on.
+    graphable: on a GPU, whether full steps may be replayed from one CUDA graph.
 
     Decode is ``begin_step``, ``attend`` once per layer in order, ``end_step``. Nothing in it may depend on the
     value of device data from the host side: no ``.item()``, no data-dependent shape, no branch.
@@ -43,6 +44,7 @@ class KVMethod(ABC):
 
     config_class: ClassVar[type[MethodConfig]]
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
+    graphable: bool = False
     rows: int = 1
     speculation: str = "none"
 
@@ -55,18 +57,30 @@ class KVMethod(ABC):
         context: int,
         dtype: torch.dtype,
         device: str | torch.device = "cpu",
+        planned_for: str | None = None,
     ) -> None:
+        """Take the memory. ``planned_for`` is the device type that a plan on the ``meta`` device is made for."""
         require(batch >= 1, "batch", batch, "a positive number of sequences")
         require(context >= 1, "context", context, "a positive number of tokens")
         self.model, self.config = model, config
         self.batch, self.context, self.dtype = batch, context, dtype
         self.ledger = Ledger(device)
+        self.device_type = planned_for or self.ledger.device.type
         self.allocate()
 
     @classmethod
-    def plan(cls, model: ModelConfig, config: MethodConfig, batch: int, context: int, dtype: torch.dtype) -> MemoryPlan:
-        """Bytes by category that ``__init__`` with the same arguments takes, without taking them."""
-        return cls(model, config, batch=batch, context=context, dtype=dtype, device="meta").ledger.plan()
+    def plan(
+        cls,
+        model: ModelConfig,
+        config: MethodConfig,
+        batch: int,
+        context: int,
+        dtype: torch.dtype,
+        device_type: str = "cpu",
+    ) -> MemoryPlan:
+        """Bytes by category that ``__init__`` with the same arguments takes on such a device, without taking them."""
+        sizes = {"batch": batch, "context": context, "dtype": dtype}
+        return cls(model, config, **sizes, device="meta", planned_for=device_type).ledger.plan()
 
     @abstractmethod
     def allocate(self) -> None:

@@ -35,7 +35,7 @@ class LayerWeights:
 
 
 class Projections(NamedTuple):
-    """What one layer's attention input becomes. ``k_pre_rope`` is the key before rotation."""
+    """What one layer's attention input becomes. ``k_pre_rope`` is the key before rotation, in a prefill only."""
 
     q_BRHD: Tensor
     k_pre_rope_BRKD: Tensor
@@ -65,6 +65,17 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self.embedding_VE.dtype
 
+    def to(self, device: str | torch.device, dtype: torch.dtype) -> Decoder:
+        """The same weights on another device or in another dtype; tied embeddings stay tied."""
+        moved: dict[int, Tensor] = {}
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else moved.setdefault(id(tensor), tensor.to(device, dtype))
+
+        layers = [LayerWeights(**{name: move(weight) for name, weight in vars(w).items()}) for w in self.layers]
+        ends = [move(t) for t in (self.embedding_VE, self.final_norm_E, self.unembedding_VE)]
+        return Decoder(self.config, ends[0], layers, ends[1], ends[2])
+
     def embed(self, tokens_BR: Tensor) -> Tensor:
         """Token ids to hidden states ``[B, R, E]``."""
         return F.embedding(tokens_BR, self.embedding_VE)
@@ -77,6 +88,12 @@ class Decoder:
     def project(self, layer: int, x_BRE: Tensor, rotation: tuple[Tensor, Tensor]) -> Projections:
         """Norm, fused QKV projection, optional QK norm, rotation."""
         c, w = self.config, self.layers[layer]
+        if _is_gpu_step(x_BRE):
+            from dualdecoder.kernels import layer as fused
+
+            # In a step nobody needs the key before its rotation.
+            q_BRHD, k_BRKD, v_BRKD = fused.project(c, w, x_BRE, rotation)
+            return Projections(q_BRHD, k_BRKD, k_BRKD, v_BRKD)
         normed_BRE = self._norm(x_BRE, w.attention_norm_E)
         qkv_BRQ = F.linear(normed_BRE, w.qkv_QE, w.qkv_bias_Q)
         heads = qkv_BRQ.unflatten(-1, (c.query_heads + 2 * c.kv_heads, c.head_dim))
@@ -86,8 +103,12 @@ class Decoder:
         return Projections(rotate(q_BRHD, *rotation), k_BRKD, rotate(k_BRKD, *rotation), v_BRKD)
 
     def finish_layer(self, layer: int, x_BRE: Tensor, o_BRHD: Tensor) -> Tensor:
-        """Output projection and MLP, each added to the residual stream."""
+        """Output projection and MLP, each added to the residual stream; ``x_BRE`` may be overwritten."""
         w = self.layers[layer]
+        if _is_gpu_step(x_BRE):
+            from dualdecoder.kernels import layer as fused
+
+            return fused.finish_layer(self.config, w, x_BRE, o_BRHD)
         x_BRE = x_BRE + F.linear(o_BRHD.flatten(2), w.output_EA)
         gate, up = F.linear(self._norm(x_BRE, w.mlp_norm_E), w.gate_up_2FE).chunk(2, dim=-1)
         return x_BRE + F.linear(F.silu(gate) * up, w.down_EF)
@@ -105,6 +126,11 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
+
+
+def _is_gpu_step(x_BRE: Tensor) -> bool:
+    """Whether these are the one or two rows of a decode step on a GPU, for which there are fused kernels."""
+    return x_BRE.is_cuda and x_BRE.shape[1] <= 2
 
 
 def layer_shapes(c: ModelConfig) -> dict[str, tuple[int, ...] | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import psutil
 import torch
 
@@ -18,9 +20,11 @@ def plan_memory(
     """Bytes by category of weights, one step's activations and the method's state for ``batch`` x ``context`` tokens.
 
     ``activations`` is an upper estimate of a step's transient tensors; everything else is what gets allocated.
-    The transient memory of a prefill is not in it.
+    The transient memory of a prefill is not in it. The plan is for a GPU; where Triton is not installed, the kernels'
+    workspaces are missing from it.
     """
-    plan = method_class(method).plan(model, config, batch, context, dtype)
+    device_type = "cuda" if find_spec("triton") else "cpu"
+    plan = method_class(method).plan(model, config, batch, context, dtype, device_type)
     weights, activations = planned_weight_bytes(model, dtype), activation_bytes(model, batch, dtype)
     return plan.with_gpu(weights=weights, activations=activations)
 

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from dualdecoder.ledger import Ledger
 
 # selected: chunks in the true set. hit: of those, in the buffer when needed. urgent: fetched on demand.
-# prefetched: fetched ahead. predicted: of the true set, in the prediction made one step before. reused: of the
-# true set, in the true set of the step before. comparable: selected chunks in steps that have a step before them.
+# prefetched: fetched ahead, counted when the layer comes to use them. predicted: of the true set, in the prediction
+# made one step before. reused: of the true set, in the true set of the step before. comparable: selected chunks in
+# steps that have a step before them.
 FIELDS = ("selected", "hit", "urgent", "prefetched", "predicted", "reused", "comparable")
 
 
 class Telemetry:
-    """Sums of chunk counts, ``[layers, fields]`` int64; only sequences that commit are counted."""
+    """Sums of chunk counts, ``[layers, fields]`` int64; ``ops.count_selection`` says how they grow."""
 
     def __init__(self, layers: int, ledger: Ledger) -> None:
         self.counts = ledger.on_device("tables", (layers, len(FIELDS)), torch.int64)
-
-    def add(self, layer: int, commit_B: Tensor, **chunks_BK: Tensor) -> None:
-        """Add chunk counts ``[B, K]`` by field name."""
-        for name, count_BK in chunks_BK.items():
-            self.counts[layer, FIELDS.index(name)] += (count_BK * commit_B[:, None]).sum()
 
     def per_layer(self) -> list[dict[str, int]]:
         """Counts by layer and field, on the host."""

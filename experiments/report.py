@@ -12,7 +12,7 @@ from experiments.harness.points import results_folder
 from experiments.reporting.collect import Collection, collect
 from experiments.reporting.figures import write_figure
 from experiments.reporting.readme import with_tables
-from experiments.reporting.tables import TABLES, as_markdown, write_tables
+from experiments.reporting.tables import MAIN_TABLES, TABLES, as_markdown, write_tables
 from experiments.reporting.terminal import make_console, print_sections
 
 
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     build_report(folder)
     if options["readme"]:
         readme = ROOT / options["readme"]
-        readme.write_text(with_tables(readme.read_text(encoding="utf-8"), folder / "tables"), encoding="utf-8")
+        readme.write_text(with_tables(readme.read_text(encoding="utf-8"), folder.parent), encoding="utf-8")
     return 0
 
 
@@ -37,6 +37,8 @@ def build_report(folder: Path) -> None:
     collection = collect(folder)
     for name in TABLES:
         sections = collection.sections(name)
+        if not sections and name not in MAIN_TABLES:
+            continue
         print_sections(console, name, sections)
         write_tables(name, sections, folder / "tables")
         write_figure(name, sections, folder / "figures")

@@ -41,8 +41,10 @@ def test_commands_and_links_exist() -> None:
 
 def test_tables_are_those_of_the_committed_records() -> None:
     """If this fails: make report ARGS="results_dir=results/cpu readme=README.md"."""
-    assert README.count("<!-- table: ") == 4
-    assert with_tables(README, ROOT / "results/cpu/tables") == README
+    for folder, name in re.findall(r"<!-- table: (\w+)/(\w+) -->", README):
+        assert (ROOT / "results" / folder / "tables" / f"{name}.md").is_file()
+    assert README.count("<!-- table: cpu/") == 4
+    assert with_tables(README, ROOT / "results") == README
 
 
 def test_every_method_has_a_config() -> None:
@@ -50,8 +52,9 @@ def test_every_method_has_a_config() -> None:
 
 
 def test_only_marked_blocks_are_replaced(tmp_path: Path) -> None:
-    (tmp_path / "speed.md").write_text("# speed\n\n## all\n\n| a |\n")
-    text = "before\n<!-- table: speed -->\nold\n<!-- end of table -->\nafter\n"
-    assert with_tables(text, tmp_path) == (
-        "before\n<!-- table: speed -->\n#### all\n\n| a |\n<!-- end of table -->\nafter\n"
-    )
+    (tmp_path / "pc" / "tables").mkdir(parents=True)
+    (tmp_path / "pc" / "tables" / "speed.md").write_text("# speed\n\n## all\n\n| a |\n")
+    text = "before\n<!-- table: pc/speed -->\nold\n<!-- end of table -->\nafter\n"
+    assert with_tables(text, tmp_path) == text.replace("old", "#### all\n\n| a |")
+    missing = text.replace("pc/", "other/")
+    assert with_tables(missing, tmp_path) == missing

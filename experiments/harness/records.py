@@ -94,6 +94,8 @@ def write_record(path: Path, record: Record) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        # mkstemp makes files that only their owner can read; records are to be shared.
+        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -102,6 +102,23 @@ ROW_FIELDS: dict[str, dict[str, Kind]] = {
         "ci95": INTERVAL,
         "attended_tokens": _optional(NUMBER),
     },
+    "step_time": {
+        **dict.fromkeys(("variant", "model", "selection", "host_kv"), TEXT),
+        **dict.fromkeys(("context", "batch", "budget", "median_ms", "tokens_per_s"), NUMBER),
+        **dict.fromkeys(("link_floor_ms", "hbm_floor_ms", "exposed_ms", "overlap_efficiency"), NUMBER),
+        **dict.fromkeys(("copy_rate", "link_rate", "gather_rate", "allocated_bytes", "ledger_bytes"), NUMBER),
+        "step_ms": NUMBERS,
+        "hit_rate": FRACTION,
+        "gpu": BYTES,
+    },
+    "kernel_time": {
+        **dict.fromkeys(("kernel", "variant"), TEXT),
+        **dict.fromkeys(("batch", "gb_s"), NUMBER),
+    },
+    "prefill_time": {
+        "model": TEXT,
+        **dict.fromkeys(("tokens", "seconds", "tokens_per_s", "weight_bytes", "method_bytes", "peak_bytes"), NUMBER),
+    },
 }
 
 

@@ -46,9 +46,9 @@ class Drawing:
 
 
 def write_figure(name: str, sections: list[Section], folder: Path) -> Path | None:
-    """Draw `<name>.png` into `folder`; without sections nothing is drawn, and an older figure is removed."""
+    """Draw `<name>.png` into `folder`; with nothing to draw, an older figure is removed."""
     path = folder / f"{name}.png"
-    if not sections:
+    if not sections or name not in DRAWINGS:
         path.unlink(missing_ok=True)
         return None
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.reporting.collect import Section
+from experiments.reporting.gpu_tables import kernel_texts, prefill_texts, step_numbers, step_texts
 
 GIB = 2**30
 MIB = 2**20
@@ -21,7 +22,18 @@ ORDERS = {
 }
 # Below this share of the total a category is not worth a name.
 _SMALL = 0.01
-_LEFT = ("prompt", "method", "speculation", "task", "GPU GiB by category", "kind", "record", "reason")
+_LEFT = (
+    "prompt",
+    "variant",
+    "kernel",
+    "method",
+    "speculation",
+    "task",
+    "GPU GiB by category",
+    "kind",
+    "record",
+    "reason",
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,8 @@ def parts(name: str, section: Section) -> list[Part]:
 
 def split(table: pd.DataFrame, names: tuple[str, ...]) -> list[pd.DataFrame]:
     """The rows of `table` apart by the columns `names`, in the order in which they come."""
+    if not names:
+        return [table]
     return [group.reset_index(drop=True) for _, group in table.groupby(list(names), sort=False, dropna=False)]
 
 
@@ -230,7 +244,12 @@ TABLES: dict[str, Table] = {
     "residency": Table(_residency, _residency_texts, ("model", "dtype", "cap_bytes")),
     "prediction": Table(_prediction, _prediction_texts, ("model",)),
     "ruler": Table(_ruler, _ruler_texts, ("model",), unit=", score % (95 % interval)"),
+    "step_time": Table(step_numbers, step_texts, ("model", "context", "selection", "host_kv")),
+    "kernel_time": Table(lambda rows: rows, kernel_texts, ()),
+    "prefill_time": Table(lambda rows: rows, prefill_texts, ("model",)),
 }
+# The paper's tables: named in every report, also where there are no records for them.
+MAIN_TABLES = ("throughput", "residency", "prediction", "ruler")
 _HEADLINE: dict[str, Callable[[Any], str]] = {
     "model": str,
     "dtype": str,
@@ -238,6 +257,8 @@ _HEADLINE: dict[str, Callable[[Any], str]] = {
     "context": lambda tokens: f"context {length_text(tokens)}",
     "batch": lambda batch: f"batch {batch:.0f}",
     "budget": lambda budget: f"budget {budget:.0f}",
+    "selection": str,
+    "host_kv": lambda text: f"host KV {text}",
     "cap_bytes": lambda size: f"cap {size / GIB:g} GiB",
 }
 

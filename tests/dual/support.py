@@ -53,7 +53,11 @@ class ForcedPredictor:
         self.random = random.Random(seed)
         self.calls = [0] * method.model.layers
 
-    def __call__(self, layer: int, scores_BKN: Tensor) -> Tensor:
+    def __call__(self, layer: int, chosen_BKS: Tensor, own_BKS: Tensor) -> tuple[Tensor, Tensor]:
+        return chosen_BKS, self.predict(layer)
+
+    def predict(self, layer: int) -> Tensor:
+        """The forced prediction of the next step's selection."""
         self.calls[layer] += 1
         if self.calls[layer] == len(self.truth.selections):
             return torch.full_like(self.method.selected[layer], NO_CHUNK)
@@ -71,6 +75,11 @@ class ForcedPredictor:
         mixed = kept + self.random.sample(wrong, min(len(wrong), len(selected) - len(kept)))
         self.random.shuffle(mixed)
         return (mixed + [NO_CHUNK] * len(selected))[: len(selected)]
+
+
+def assert_bit_equal(got: Trace, expected: Trace) -> None:
+    assert got.tokens == expected.tokens
+    assert all(torch.equal(a, b) for a, b in zip(got.logits, expected.logits, strict=True))
 
 
 def start(engine: Engine, prompts: list[list[int]], new_tokens: int, **options: object) -> Run:

@@ -4,12 +4,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dualdecoder import window
 from dualdecoder.buffers import ChunkBuffer, assign_slots
 from dualdecoder.config import ModelConfig
 from dualdecoder.host_store import HostStore
 from dualdecoder.landmarks import NO_CHUNK
 from dualdecoder.ledger import Ledger
-from dualdecoder.window import RecentWindow
+from dualdecoder.ops import Counting, ReferenceOps
+from dualdecoder.telemetry import FIELDS
 
 CHUNKS = 12
 SHAPE = ModelConfig("two-heads", 2, 8, 8, 2, 2, 4, 16, 64)
@@ -44,10 +46,15 @@ def test_buffer_gives_back_the_wanted_records(pair: list[list[int]], seed: int) 
     store.records[1].copy_(torch.randn(store.records[1].shape, generator=torch.Generator().manual_seed(seed)))
     buffer = ChunkBuffer.allocate(SHAPE, 1, 6, 2, torch.float32, ledger)
     wanted_BKS, held_BKS = (torch.tensor([[chunks, chunks]]) for chunks in pair)
-    buffer.replace(held_BKS, store.read(1, held_BKS))
-    slot_BKS, missing_BKS = assign_slots(wanted_BKS, buffer.held_BKS, CHUNKS)
-    buffer.put(slot_BKS, wanted_BKS, store.read(1, wanted_BKS), missing_BKS)
+    ops = ReferenceOps(CHUNKS, 2)
+    counting = Counting(torch.zeros(len(FIELDS), dtype=torch.int64), torch.tensor([True]))
+    ops.fetch(store, 1, ops.replace(buffer, held_BKS), buffer)
+    slot_BKS, misses = ops.find(wanted_BKS, buffer, counting)
+    ops.fetch(store, 1, misses, buffer)
     taken = buffer.take(slot_BKS)
+    for i, chunk in enumerate(buffer.held_BKS[0, 0].tolist()):
+        if chunk != NO_CHUNK:
+            assert torch.equal(buffer.records_BKSXCD[0, :, i], store.records[1][0, :, chunk])
     for i, chunk in enumerate(pair[0]):
         if chunk != NO_CHUNK:
             assert torch.equal(taken[0, :, i], store.records[1][0, :, chunk])
@@ -71,26 +78,24 @@ def test_record_is_keys_then_values_in_one_piece() -> None:
 
 @given(start=st.integers(0, 10).map(lambda chunks: 2 * chunks), length=st.integers(0, 8))
 def test_window_knows_its_tokens(start: int, length: int) -> None:
-    window = RecentWindow(SHAPE, 1, 8, torch.float32, Ledger("cpu"))
-    kv_KXTD = torch.randn(2, 2, length, 4)
-    window.write_prompt(0, 0, start, kv_KXTD)
-    filled = window.filled(torch.tensor([start]), torch.tensor([start + length]))[0]
+    window_BKXWD, kv_KXTD = torch.zeros(1, 2, 2, 8, 4), torch.randn(2, 2, length, 4)
+    window.write_prompt(window_BKXWD[0], start, kv_KXTD)
+    filled = window.filled_slots(8, torch.tensor([start]), torch.tensor([start + length]))[0]
     assert filled.sum() == length
     for t in range(length):
         slot = (start + t) % 8
         assert filled[slot]
-        assert torch.equal(window.layers[0][0, :, :, slot], kv_KXTD[:, :, t])
+        assert torch.equal(window_BKXWD[0, :, :, slot], kv_KXTD[:, :, t])
 
 
 def test_window_chunk_and_token() -> None:
-    window = RecentWindow(SHAPE, 2, 8, torch.float32, Ledger("cpu"))
-    kv_KXTD = torch.randn(2, 2, 8, 4)
+    window_BKXWD, kv_KXTD = torch.zeros(2, 2, 2, 8, 4), torch.randn(2, 2, 8, 4)
     for sequence, start in ((0, 6), (1, 4)):
-        window.write_prompt(0, sequence, start, kv_KXTD)
-    chunk = window.chunk(0, torch.tensor([6, 4]), 2)
+        window.write_prompt(window_BKXWD[sequence], start, kv_KXTD)
+    chunk = window.read_chunk(window_BKXWD, torch.tensor([6, 4]), 2)
     assert torch.equal(chunk[0], kv_KXTD[:, :, :2])
     assert torch.equal(chunk[1], kv_KXTD[:, :, :2])
     new_BKXD = torch.randn(2, 2, 2, 4)
-    window.write_token(0, torch.tensor([14, 12]), new_BKXD, torch.tensor([True, False]))
-    assert torch.equal(window.layers[0][0, :, :, 14 % 8], new_BKXD[0])
-    assert torch.equal(window.layers[0][1, :, :, 12 % 8], kv_KXTD[:, :, 0])
+    window.write_token(window_BKXWD, torch.tensor([14, 12]), new_BKXD, torch.tensor([True, False]))
+    assert torch.equal(window_BKXWD[0, :, :, 14 % 8], new_BKXD[0])
+    assert torch.equal(window_BKXWD[1, :, :, 12 % 8], kv_KXTD[:, :, 0])

@@ -1,0 +1,109 @@
+"""The operations of one DualDecoder layer in Triton, with the meaning of ``dualdecoder.ops``.
+
+All outputs and intermediate tensors are allocated once, so that a step can be captured in a CUDA graph. Side streams
+carry the fetches: each transfer that may be under way at the same time has a fetch list of its own.
+Suffixes: as in ``dualdecoder/ops.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dualdecoder.buffers import ChunkBuffer
+from dualdecoder.config import DualDecoderConfig, ModelConfig
+from dualdecoder.host_store import HostStore
+from dualdecoder.kernels.commit import commit_step
+from dualdecoder.kernels.gather import gather_records
+from dualdecoder.kernels.scores import ScoreWorkspace, score_chunks
+from dualdecoder.kernels.slots import FetchList, SlotWorkspace, assign_slots, replace_all
+from dualdecoder.kernels.sparse_attention import Places, SparseAttentionWorkspace, sparse_attention
+from dualdecoder.kernels.top import TopWorkspace, select_top
+from dualdecoder.ledger import Ledger
+from dualdecoder.ops import Counting, LayerState
+
+
+class TritonOps:
+    """Kernels and their workspaces for one method instance."""
+
+    def __init__(
+        self, model: ModelConfig, config: DualDecoderConfig, *, batch: int, rows: int, chunks: int, slots: int,
+        outliers: int, buffers: int, dtype: torch.dtype, ledger: Ledger,
+    ) -> None:  # fmt: skip
+        heads, kv_heads = model.query_heads, model.kv_heads
+        self.chunk = config.chunk
+        self.score_workspace = ScoreWorkspace.allocate(ledger, batch, rows, heads, kv_heads, chunks)
+        self.top_workspace = TopWorkspace.allocate(ledger, batch * rows * kv_heads, chunks, slots)
+        past = (slots + outliers) * config.chunk + config.window
+        self.attention_workspace = SparseAttentionWorkspace.allocate(ledger, batch, kv_heads, model.head_dim, past)
+        self.sets = ledger.on_device("workspace", (batch * rows * kv_heads * slots,), torch.int64)
+        self.output = ledger.on_device("workspace", (batch * rows * heads * model.head_dim,), dtype)
+        self.slot_BKS = ledger.on_device("workspace", (batch, kv_heads, slots), torch.int32)
+        self.start_B = ledger.on_device("workspace", (batch,), torch.int64)
+        records = batch * kv_heads * slots
+        entries = [ledger.on_device("workspace", (3, records), torch.int32) for _ in range(1 + buffers)]
+        # Every list of a step has a counter of its own, so that one launch zeroes all of them.
+        self.counters = ledger.on_device("workspace", (2, model.layers), torch.int32)
+        missing, expected = (counters.split(1) for counters in self.counters)
+        self.misses = [FetchList(entries[0], count) for count in missing]
+        # The list of the buffer handed over before may still be in use.
+        self.expected = [FetchList(entries[1 + i % buffers], count) for i, count in enumerate(expected)]
+        self.slot_workspace = SlotWorkspace.allocate(ledger, batch * kv_heads, chunks, slots)
+        self.finds = self.replacements = 0
+
+    def begin_step(self, chunks_B: Tensor) -> None:
+        self.counters.zero_()
+        torch.mul(chunks_B, self.chunk, out=self.start_B)
+        self.finds = self.replacements = 0
+
+    def select(self, q_BRHD: Tensor, state: LayerState, count: int) -> Tensor:
+        batch, rows, heads = q_BRHD.shape[:3]
+        kv_heads, chunks = state.landmarks_BKND.shape[1:3]
+        sets_BRKS = _shaped(self.sets, (batch, rows, kv_heads, count))
+        scores = self.score_workspace
+        score_chunks(q_BRHD, state.landmarks_BKND, state.chunks_B, state.outliers_BKO, scores)
+        select_top(scores, state.chunks_B, heads // kv_heads, chunks, sets_BRKS, self.top_workspace)
+        return sets_BRKS
+
+    def find(self, wanted_BKS: Tensor, buffer: ChunkBuffer, counting: Counting) -> tuple[Tensor, FetchList]:
+        misses = self.misses[self.finds]
+        self.finds += 1
+        assign_slots(wanted_BKS, buffer.held_BKS, self.slot_BKS, misses, self.slot_workspace, counting)
+        return self.slot_BKS, misses
+
+    def replace(self, buffer: ChunkBuffer, chunk_BKS: Tensor) -> FetchList:
+        expected = self.expected[self.replacements]
+        self.replacements += 1
+        replace_all(chunk_BKS, buffer.held_BKS, expected)
+        return expected
+
+    def fetch(self, host: HostStore, layer: int, fetch: FetchList, buffer: ChunkBuffer) -> None:
+        gather_records(host.records[layer], buffer.records_BKSXCD, fetch)
+
+    def attend(
+        self, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor, state: LayerState,
+        buffer: ChunkBuffer, chosen_BKS: Tensor, slot_BKS: Tensor,
+    ) -> Tensor:  # fmt: skip
+        places = Places(
+            buffer.records_BKSXCD, slot_BKS, chosen_BKS, state.outlier_records_BKOXCD, state.outliers_BKO,
+            state.window_BKXWD, self.start_B, state.length_B,
+        )  # fmt: skip
+        o_BRHD = _shaped(self.output, tuple(q_BRHD.shape))
+        return sparse_attention(q_BRHD, k_BRKD, v_BRKD, places, self.attention_workspace, o_BRHD)
+
+    def commit(
+        self, k_BKD: Tensor, v_BKD: Tensor, state: LayerState, host: HostStore, layer: int,
+        commit_B: Tensor, flush_B: Tensor,
+    ) -> None:  # fmt: skip
+        commit_step(
+            state.window_BKXWD, host.records[layer], state.landmarks_BKND, k_BKD, v_BKD,
+            self.start_B, state.length_B, flush_B, commit_B,
+        )  # fmt: skip
+
+
+def _shaped(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The front of a flat workspace: a step of fewer rows than the most uses less of it."""
+    count = 1
+    for size in shape:
+        count *= size
+    return flat[:count].view(shape)

@@ -1,0 +1,180 @@
+"""The operations of one DualDecoder layer in PyTorch: what they mean. ``kernels/ops.py`` has the same in Triton.
+
+Suffixes: B sequences, R rows, H query heads, K KV heads, D head size, N chunks, S selected chunks, O outlier chunks,
+C tokens of a chunk, W tokens of the window, X = K and V, P past tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dualdecoder import window
+from dualdecoder.attention import step_attention
+from dualdecoder.buffers import ChunkBuffer, assign_slots
+from dualdecoder.host_store import HostStore
+from dualdecoder.landmarks import NO_CHUNK, chunk_landmarks, chunk_scores, count_common, top_chunks
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """What one layer keeps on the device, and the lengths that all layers share."""
+
+    landmarks_BKND: Tensor
+    outliers_BKO: Tensor
+    outlier_records_BKOXCD: Tensor
+    window_BKXWD: Tensor
+    length_B: Tensor
+    chunks_B: Tensor
+
+
+@dataclass(frozen=True)
+class History:
+    """A layer's selection from step to step, ``[B, K, S]``.
+
+    predicted_BKS, selected_BKS: int64 tables, what the step before predicted for this one and what it selected;
+    overwritten with this step's prediction ``following_BKS`` and selection. comparable: whether the old content says
+    anything about this step.
+    """
+
+    predicted_BKS: Tensor
+    selected_BKS: Tensor
+    following_BKS: Tensor
+    comparable: bool
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Where to count what becomes of a layer's selection.
+
+    counts_F: int64, in the order of ``telemetry.FIELDS``; grows by the counts of the sequences where commit_B (bool)
+    holds. Without a comparable history ``predicted``, ``reused`` and ``comparable`` do not grow.
+    """
+
+    counts_F: Tensor
+    commit_B: Tensor
+    history: History | None = None
+
+
+class Ops(Protocol):
+    """Operations of one layer; outputs may live in workspaces that the next call overwrites."""
+
+    def begin_step(self, chunks_B: Tensor) -> None:
+        """Called before a step's other operations. In a step, each layer does each of them at most once."""
+
+    def select(self, q_BRHD: Tensor, state: LayerState, count: int) -> Tensor:
+        """The ``count`` best chunks of every row, ``[B, R, K, S]``."""
+
+    def find(self, wanted_BKS: Tensor, buffer: ChunkBuffer, counting: Counting) -> tuple[Tensor, Any]:
+        """Slot of each wanted chunk, and the fetch that brings in the missing ones.
+
+        The buffer's table is updated, the counters grow, then the history's tables are overwritten.
+        """
+
+    def replace(self, buffer: ChunkBuffer, chunk_BKS: Tensor) -> Any:
+        """Make the buffer's table list these chunks only; returns the fetch that brings them all in."""
+
+    def fetch(self, host: HostStore, layer: int, fetch: Any, buffer: ChunkBuffer) -> None:
+        """Copy records from the host into the buffer's slots."""
+
+    def attend(
+        self, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor, state: LayerState,
+        buffer: ChunkBuffer, chosen_BKS: Tensor, slot_BKS: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Attention to the chosen chunks, outliers, window and, causally, the rows themselves; ``[B, R, H, D]``."""
+
+    def commit(
+        self,
+        k_BKD: Tensor,
+        v_BKD: Tensor,
+        state: LayerState,
+        host: HostStore,
+        layer: int,
+        commit_B: Tensor,
+        flush_B: Tensor,
+    ) -> None:
+        """Move the oldest chunk of full windows to the host with its landmark, then write row 0 into the window."""
+
+
+@dataclass(frozen=True)
+class ReferenceFetch:
+    """Chunks to copy into slots where ``where_BKS`` holds."""
+
+    chunk_BKS: Tensor
+    slot_BKS: Tensor
+    where_BKS: Tensor
+
+
+class ReferenceOps:
+    """PyTorch on any device that can index the host store directly, that is: on the CPU."""
+
+    def __init__(self, chunks: int, chunk: int) -> None:
+        self.chunks, self.chunk = chunks, chunk
+
+    def begin_step(self, chunks_B: Tensor) -> None:
+        pass  # Nothing is kept from layer to layer.
+
+    def select(self, q_BRHD: Tensor, state: LayerState, count: int) -> Tensor:
+        scores = chunk_scores(q_BRHD, state.landmarks_BKND, state.chunks_B, state.outliers_BKO)
+        return top_chunks(scores, count)
+
+    def find(self, wanted_BKS: Tensor, buffer: ChunkBuffer, counting: Counting) -> tuple[Tensor, ReferenceFetch]:
+        count_selection(counting, wanted_BKS, buffer.held_BKS, self.chunks)
+        slot_BKS, missing_BKS = assign_slots(wanted_BKS, buffer.held_BKS, self.chunks)
+        buffer.relabel(slot_BKS, wanted_BKS, missing_BKS)
+        if history := counting.history:
+            history.predicted_BKS.copy_(history.following_BKS)
+            history.selected_BKS.copy_(wanted_BKS)
+        return slot_BKS, ReferenceFetch(wanted_BKS, slot_BKS, missing_BKS)
+
+    def replace(self, buffer: ChunkBuffer, chunk_BKS: Tensor) -> ReferenceFetch:
+        buffer.held_BKS.copy_(chunk_BKS)
+        slot_BKS = torch.arange(chunk_BKS.shape[-1], device=chunk_BKS.device).expand_as(chunk_BKS)
+        return ReferenceFetch(chunk_BKS, slot_BKS, chunk_BKS != NO_CHUNK)
+
+    def fetch(self, host: HostStore, layer: int, fetch: ReferenceFetch, buffer: ChunkBuffer) -> None:
+        buffer.put(fetch.slot_BKS, host.read(layer, fetch.chunk_BKS), fetch.where_BKS)
+
+    def attend(
+        self, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor, state: LayerState,
+        buffer: ChunkBuffer, chosen_BKS: Tensor, slot_BKS: Tensor,
+    ) -> Tensor:  # fmt: skip
+        chunked = torch.cat((buffer.take(slot_BKS), state.outlier_records_BKOXCD), dim=2)
+        past_BKXPD = torch.cat((chunked.transpose(2, 3).flatten(3, 4), state.window_BKXWD), dim=3)
+        exists_BKN = torch.cat((chosen_BKS, state.outliers_BKO), dim=-1) != NO_CHUNK
+        filled_BW = window.filled_slots(state.window_BKXWD.shape[3], state.chunks_B * self.chunk, state.length_B)
+        filled_BKW = filled_BW[:, None].expand(-1, exists_BKN.shape[1], -1)
+        allowed_BKP = torch.cat((exists_BKN.repeat_interleave(self.chunk, dim=-1), filled_BKW), dim=-1)
+        return step_attention(q_BRHD, k_BRKD, v_BRKD, past_BKXPD, allowed_BKP)
+
+    def commit(
+        self,
+        k_BKD: Tensor,
+        v_BKD: Tensor,
+        state: LayerState,
+        host: HostStore,
+        layer: int,
+        commit_B: Tensor,
+        flush_B: Tensor,
+    ) -> None:
+        record_BKXCD = window.read_chunk(state.window_BKXWD, state.chunks_B * self.chunk, self.chunk)
+        host.write_chunk(layer, state.chunks_B, record_BKXCD, flush_B)
+        at = (torch.arange(len(flush_B), device=flush_B.device), slice(None), state.chunks_B)
+        landmark_BKD, kept_BKD = chunk_landmarks(record_BKXCD[:, :, 0]), state.landmarks_BKND[at]
+        state.landmarks_BKND[at] = torch.where(flush_B[:, None, None], landmark_BKD, kept_BKD)
+        window.write_token(state.window_BKXWD, state.length_B, torch.stack((k_BKD, v_BKD), dim=2), commit_B)
+
+
+def count_selection(counting: Counting, chosen_BKS: Tensor, held_BKS: Tensor, chunks: int) -> None:
+    """Add the counts of one layer's selection to the telemetry, before its misses are fetched."""
+    selected_BK, hit_BK = (chosen_BKS != NO_CHUNK).sum(-1), count_common(chosen_BKS, held_BKS, chunks)
+    compared = [torch.zeros_like(selected_BK)] * 3
+    if (history := counting.history) and history.comparable:
+        earlier = (history.predicted_BKS, history.selected_BKS)
+        compared = [*(count_common(chosen_BKS, sets_BKS, chunks) for sets_BKS in earlier), selected_BK]
+    prefetched_BK = (held_BKS != NO_CHUNK).sum(-1)
+    counts_FBK = torch.stack((selected_BK, hit_BK, selected_BK - hit_BK, prefetched_BK, *compared))
+    counting.counts_F.add_((counts_FBK * counting.commit_B[:, None]).sum(dim=(1, 2)))

@@ -1,0 +1,69 @@
+"""A seeded stand-in for the selection of a model with random weights (design section 6).
+
+Random weights have meaningless attention. Scoring and top-S run at full cost; then the chunk numbers are replaced by a
+process with a given reuse (share of a step's set that was in the last step's) and prediction accuracy (share of a
+step's set that was predicted). Each KV head walks a random order of its chunks: a step's set is a window of it that
+moves on by ``(1 - reuse) * S`` places, and the wrong part of a prediction comes from the far side of the order.
+Suffixes: B sequences, K KV heads, N chunks, S selected chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dualdecoder.errors import require
+from dualdecoder.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """``reuse`` and ``accuracy`` are shares from 0 to 1 (defaults: ShadowKV's reuse, the paper's accuracy)."""
+
+    reuse: float = 0.60
+    accuracy: float = 0.88
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("reuse", "accuracy"):
+            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a share from 0 to 1")
+
+
+class SelectionReplay:
+    """True and predicted sets of every step, computed on the device from a step counter; capturable in a graph."""
+
+    def __init__(self, config: ReplayConfig, shape: tuple[int, int, int], slots: int, ledger: Ledger) -> None:
+        chunks = shape[-1]
+        require(chunks >= 4 * slots, "context", chunks, f"at least {4 * slots} chunks for a synthetic selection")
+        self.slots, self.chunks = slots, chunks
+        self.moved = round((1 - config.reuse) * slots)
+        self.right = round(config.accuracy * slots)
+        self.step = ledger.on_device("replay", (1,), torch.int64)
+        self.order_BKN = ledger.on_device("replay", shape, torch.int64)
+        generator = torch.Generator(ledger.device).manual_seed(config.seed)
+        for order_KN in self.order_BKN:
+            order_KN.copy_(torch.rand(order_KN.shape, generator=generator, device=ledger.device).argsort(dim=-1))
+
+    def sets(self, layer: int, layers: int) -> tuple[Tensor, Tensor]:
+        """The step's true set and what it predicts of the next one, ``[B, K, S]`` int64, in the process's own order.
+
+        Layers are asked for in order, from 0 to ``layers - 1``, once a step.
+        """
+        if layer == 0:
+            self.places_L2S = self._places(layers)
+            self.step += 1
+        place_12KS = self.places_L2S[layer][None, :, None].expand(len(self.order_BKN), 2, self.order_BKN.shape[1], -1)
+        sets_B2KS = self.order_BKN[:, None].expand(-1, 2, -1, -1).gather(-1, place_12KS)
+        return sets_B2KS[:, 0], sets_B2KS[:, 1]
+
+    def _places(self, layers: int) -> Tensor:
+        """Places in the order for all layers of a step: of the true set, and of the prediction."""
+        place_S = torch.arange(self.slots, device=self.step.device)
+        # The wrong part of a prediction comes from half the order away, where the true set is not.
+        wrong_S = (place_S >= self.right) * (self.chunks // 2)
+        place_2S = torch.stack((place_S, place_S + self.moved + wrong_S))
+        # Layers start at places that share no period with usual chunk counts.
+        start_L = self.step * self.moved + torch.arange(layers, device=self.step.device) * 7919
+        return (start_L[:, None, None] + place_2S) % self.chunks

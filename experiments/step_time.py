@@ -1,0 +1,126 @@
+"""Whole decode steps of DualDecoder on a GPU: time, floors, and how much of the transfers is exposed.
+
+    python -m experiments.step_time batch=8
+    python -m experiments.step_time -m batch=1,4,8,16,24
+
+Weights and KV are random, so the selection is a seeded process with a given reuse and prediction accuracy; scoring and
+top-S run in full. Host sequences may be fewer than the batch: the record says how many.
+"""
+
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import hydra
+import torch
+from omegaconf import DictConfig
+
+from dualdecoder.checkpoints import load_model
+from dualdecoder.config import DualDecoderConfig, dtype_from_name
+from dualdecoder.dual import DualDecoder
+from dualdecoder.graphs import WARMUP_STEPS, StepRunner
+from dualdecoder.model import Decoder
+from dualdecoder.selection_replay import ReplayConfig
+from dualdecoder.synthetic import fill_synthetic, replay_selection
+from experiments.harness.gpu import gather_rate, measured_rates, require_gpu
+from experiments.harness.points import run_point
+from experiments.harness.workload import progress, require_positive
+
+# (name, prefetch, transfers): the method as it is, fetching only on demand, and no transfers at all.
+VARIANTS = (("layer_aware", True, True), ("on_demand", False, True), ("compute_only", True, False))
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="step_time")
+def main(cfg: DictConfig) -> None:
+    """Record one batch and context."""
+    print(run_point("step_time", cfg, measure))
+
+
+def measure(cfg: DictConfig) -> list[dict[str, Any]]:
+    """One row a variant."""
+    require_positive(cfg, "context", "batch", "warmup", "steps", "host_sequences")
+    require_gpu()
+    dtype = dtype_from_name(cfg.model.dtype)
+    rates = measured_rates()
+    torch.cuda.empty_cache()
+    model = load_model(cfg.model.source, dtype, "cuda")
+    config = DualDecoderConfig(budget=cfg.budget, host_sequences=min(cfg.host_sequences, cfg.batch))
+    before = torch.cuda.memory_allocated()
+    sizes = {"batch": cfg.batch, "context": cfg.context, "dtype": dtype}
+    method = DualDecoder(model.config, config, **sizes, device="cuda")
+    held = torch.cuda.memory_allocated() - before
+    steps = len(VARIANTS) * (cfg.warmup + cfg.steps + WARMUP_STEPS + 1)
+    fill_synthetic(method, cfg.context - steps - 1, cfg.seed)
+    replay_selection(method, ReplayConfig(cfg.reuse, cfg.accuracy, cfg.seed))
+    gather = gather_rate(method)
+    rows = [_row(cfg, model, method, variant, rates.copy, gather) for variant in progress(VARIANTS, "step_time")]
+    compute_ms = next(row["median_ms"] for row in rows if row["variant"] == "compute_only")
+    plan = method.ledger.plan()
+    extra = {"link_rate": rates.link, "allocated_bytes": held, "ledger_bytes": plan.gpu_total, "gpu": plan.gpu}
+    return [{**row, **_overlap(row, compute_ms), **extra} for row in rows]
+
+
+def _overlap(row: dict[str, Any], compute_ms: float) -> dict[str, float]:
+    """Time that the transfers add, and how near the step is to the longer of its link floor and its compute time."""
+    bound_ms = max(row["link_floor_ms"], compute_ms)
+    return {"exposed_ms": row["median_ms"] - compute_ms, "overlap_efficiency": bound_ms / row["median_ms"]}
+
+
+def _row(
+    cfg: DictConfig, model: Decoder, method: DualDecoder, variant: tuple[str, bool, bool], copy: float, gather: float
+) -> dict[str, Any]:
+    name, method.prefetches, method.transfers = variant
+    step_ms, moved = _time(cfg, model, method)
+    link_bytes = (moved["urgent_bytes"] + moved["prefetched_bytes"]) if method.transfers else 0
+    hbm_bytes = _step_bytes(model, method)
+    middle = median(step_ms)
+    return {
+        "variant": name,
+        "model": cfg.model.name,
+        "context": cfg.context,
+        "batch": cfg.batch,
+        "budget": cfg.budget,
+        "selection": f"synthetic(reuse={cfg.reuse}, accuracy={cfg.accuracy}, seed={cfg.seed})",
+        "host_kv": f"aliased({len(method.host.records[0])})",
+        "step_ms": step_ms,
+        "median_ms": middle,
+        "tokens_per_s": cfg.batch / middle * 1e3,
+        "link_bytes": link_bytes,
+        "hbm_bytes": hbm_bytes,
+        "copy_rate": copy,
+        "gather_rate": gather,
+        "link_floor_ms": link_bytes / gather * 1e3,
+        "hbm_floor_ms": hbm_bytes / copy * 1e3,
+        "hit_rate": moved["hit"] / moved["selected"],
+    }
+
+
+def _time(cfg: DictConfig, model: Decoder, method: DualDecoder) -> tuple[list[float], dict[str, float]]:
+    """Milliseconds of each step by CUDA events, and the counters' growth per step."""
+    run = StepRunner(model, method)
+    tokens_BR = torch.randint(model.config.vocabulary, (cfg.batch, method.rows), device="cuda")
+    everyone_B = torch.ones(cfg.batch, dtype=torch.bool, device="cuda")
+    for _ in range(WARMUP_STEPS + cfg.warmup):
+        run(tokens_BR, method.length_B, everyone_B)
+    before = method.statistics()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(cfg.steps + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run(tokens_BR, method.length_B, everyone_B)
+        mark.record()
+    torch.cuda.synchronize()
+    after = method.statistics()
+    step_ms = [a.elapsed_time(b) for a, b in pairwise(marks)]
+    return step_ms, {name: (after[name] - before[name]) / cfg.steps for name in after}
+
+
+def _step_bytes(model: Decoder, method: DualDecoder) -> int:
+    """Bytes that a step must read from device memory: weights, landmarks, selected and static keys and values."""
+    plan = method.ledger.plan().gpu
+    one_buffer = method.buffers[0].records_BKSXCD.nbytes
+    kept = plan["landmarks"] + plan["outliers"] + plan["window"]
+    return model.weight_bytes() - model.embedding_VE.nbytes + kept + one_buffer * model.config.layers
+
+
+if __name__ == "__main__":
+    main()
