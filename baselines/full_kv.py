@@ -24,7 +24,6 @@ class FullKV(KVMethod):
     """All keys and values of all tokens on the device; every step attends to all of them."""
 
     config_class = FullKVConfig
-    devices = ("cpu", "cuda")
 
     def allocate(self) -> None:
         model = self.model

@@ -35,7 +35,7 @@ def test_commands_and_links_exist() -> None:
         assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), module
     for target in re.findall(r"make (\w+)", README):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
-    for link in re.findall(r"\]\((?!http)([^)]+)\)", README):
+    for link in re.findall(r"\]\((?!http|#)([^)]+)\)", README):
         assert (ROOT / link).exists(), link
 
 

@@ -23,7 +23,7 @@ def step_texts(table: pd.DataFrame) -> pd.DataFrame:
             "exposed ms": _texts(table["exposed_ms"], "{:.2f}"),
             "overlap": _texts(table["overlap_efficiency"], "{:.3f}"),
             "hit %": _texts(100 * table["hit_rate"], "{:.1f}"),
-            "GPU GB": _texts(table["allocated_bytes"] / GB, "{:.2f}"),
+            "method GB": _texts(table["allocated_bytes"] / GB, "{:.2f}"),
         }
     )
 

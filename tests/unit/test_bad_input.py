@@ -70,7 +70,7 @@ def test_dtype_and_device() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_cuda_without_a_gpu() -> None:
     with pytest.raises(ConfigError, match="device='cuda' is not allowed"):
-        Engine.from_pretrained("random:tiny", method="full_kv", device="cuda")
+        Engine.from_pretrained("random:tiny", method="dualdecoder", device="cuda")
 
 
 def test_context_longer_than_the_model(tiny: Engine, random_ids) -> None:
