@@ -99,7 +99,8 @@ def _generate(a: argparse.Namespace) -> None:
 
 def _print_statistics(s: RunStatistics, device: str) -> None:
     print(f"device: {device}; prompt: {s.prompt_tokens} tokens, prefill {s.prefill_s:.2f} s")
-    print(f"decode: {s.new_tokens} tokens in {s.decode_s:.2f} s, {s.tokens_per_s:.2f} tokens/s")
+    decoded = s.new_tokens - s.prompts
+    print(f"decode: {decoded} tokens after the first in {s.decode_s:.2f} s, {s.tokens_per_s:.2f} tokens/s")
     for name in ("hit_rate", "kv_accuracy", "reuse"):
         if name in s.method:
             share = s.method[name]

@@ -25,7 +25,7 @@ class DecodeStep:
     logits_BV: row 0's fp32 logits, from which ``token_B`` was chosen.
     speculated: for each sequence, whether the speculated token of this step's row 1 was the true one; None with one row
         and where the sequence had ended.
-    seconds: wall time of the step.
+    seconds: wall time of the step; the first one's includes the pre-decode.
     """
 
     token_B: list[int]
@@ -59,6 +59,7 @@ def decode(
     while loop.active_B.any():
         step = loop.advance()
         yield step
+        loop.begin = time.perf_counter()
         loop.active_B &= torch.tensor([t not in stop_ids for t in step.token_B])
 
 
@@ -79,6 +80,7 @@ class _Loop:
         self.active_B = torch.ones(len(first_token_B), dtype=torch.bool)
         self.guess_B: Tensor | None = None
         self.step = StepRunner(model, method)
+        self.begin = time.perf_counter()
 
     def seed_speculation(self) -> None:
         """Pre-decode: a single-row step gives the true second token; nothing is committed (paper section 5.2)."""
@@ -89,7 +91,6 @@ class _Loop:
         self.guess_B = self.speculator.first(self.choose(logits_B1V, self.length_B)[:, 0])
 
     def advance(self) -> DecodeStep:
-        begin = time.perf_counter()
         rows = [self.token_B] if self.guess_B is None else [self.token_B, self.guess_B]
         active_B = self.active_B.to(self.model.device)
         logits_BRV = self.step(torch.stack(rows, dim=1), self.length_B, active_B)
@@ -100,7 +101,7 @@ class _Loop:
         self.length_B = self.length_B + active_B
         self.token_B = token_B
         tokens = token_B.tolist()
-        return DecodeStep(tokens, self.active_B.tolist(), logits_BRV[:, 0], guessed, time.perf_counter() - begin)
+        return DecodeStep(tokens, self.active_B.tolist(), logits_BRV[:, 0], guessed, time.perf_counter() - self.begin)
 
     def _compare(self, token_B: Tensor) -> list[bool] | None:
         return None if self.guess_B is None else (token_B == self.guess_B).tolist()

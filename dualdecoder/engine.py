@@ -67,6 +67,7 @@ class RunStatistics:
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    prompts: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
     memory: MemoryPlan = field(default_factory=MemoryPlan)
@@ -74,8 +75,8 @@ class RunStatistics:
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoded tokens per second, prefill not counted."""
-        return self.new_tokens / self.decode_s if self.decode_s else math.nan
+        """Tokens that the steps made per second of the steps; each prompt's first token belongs to the prefill."""
+        return (self.new_tokens - self.prompts) / self.decode_s if self.decode_s else math.nan
 
 
 class Engine:
@@ -130,13 +131,13 @@ class Engine:
         encoded = self._encode_all(prompts)
         run = self.start(encoded, max_new_tokens, sampling, self.stop_ids)
         memory = run.method.ledger.plan().with_gpu(weights=self.model.weight_bytes())
-        statistics = RunStatistics(run.prefill_s, prompt_tokens=sum(map(len, encoded)), memory=memory)
+        lengths = [len(prompt) for prompt in encoded]
+        statistics = RunStatistics(run.prefill_s, prompts=len(lengths), prompt_tokens=sum(lengths), memory=memory)
         self.statistics = statistics
         pieces = [TextPieces(self.tokenizer) for _ in encoded]
-        begin = time.perf_counter()
-        for count, (tokens, active) in enumerate(_rounds(run), start=1):
+        for count, (tokens, active, seconds) in enumerate(_rounds(run), start=1):
             statistics.new_tokens += sum(active)
-            statistics.decode_s = time.perf_counter() - begin
+            statistics.decode_s += seconds
             statistics.method = run.method.statistics()
             for b, token in enumerate(tokens):
                 if active[b]:
@@ -273,8 +274,8 @@ def _check_device(device: str, method: str) -> None:
     )
 
 
-def _rounds(run: Run) -> Iterator[tuple[list[int], list[bool]]]:
-    """The prompts' first tokens, then every step's: tokens and whose of them count."""
-    yield run.first_tokens, [True] * len(run.first_tokens)
+def _rounds(run: Run) -> Iterator[tuple[list[int], list[bool], float]]:
+    """The prompts' first tokens, then every step's: tokens, whose of them count, and the step's seconds."""
+    yield run.first_tokens, [True] * len(run.first_tokens), 0.0
     for step in run.steps:
-        yield step.token_B, step.active_B
+        yield step.token_B, step.active_B, step.seconds

@@ -19,12 +19,12 @@ WARMUP_STEPS = 2
 class StepRunner:
     """Runs decode steps of one batch. Steps of the method's full number of rows are replayed from a graph.
 
-    Eager on a CPU, for a method that is not ``graphable``, for the warm-up, and with ``eager=True``.
+    Eager on a CPU, for a method that is not ``graphable``, and for the warm-up.
     """
 
-    def __init__(self, model: Decoder, method: KVMethod, eager: bool = False) -> None:
+    def __init__(self, model: Decoder, method: KVMethod) -> None:
         self.model, self.method = model, method
-        self.eager = eager or model.device.type != "cuda" or not method.graphable
+        self.eager = model.device.type != "cuda" or not method.graphable
         self.full_steps = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 

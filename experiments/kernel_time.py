@@ -19,14 +19,15 @@ from dualdecoder.synthetic import fill_synthetic
 from experiments.harness.gpu import measured_rates, median_ms, require_gpu
 from experiments.harness.points import run_point
 from experiments.harness.workload import require_positive
+from experiments.reporting.terminal import show_point
 
 GATHERS = ((32, 4, 4), (16, 4, 4), (8, 8, 8), (132, 4, 4))
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="kernel_time")
 def main(cfg: DictConfig) -> None:
-    """Record all kernels at the configured batches."""
-    print(run_point("kernel_time", cfg, measure))
+    """Record and print all kernels at the configured batches."""
+    show_point(run_point("kernel_time", cfg, measure))
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:

@@ -17,12 +17,13 @@ from dualdecoder.prefill import prefill_into
 from experiments.harness.gpu import require_gpu
 from experiments.harness.points import run_point
 from experiments.harness.workload import require_positive
+from experiments.reporting.terminal import show_point
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="prefill_time")
 def main(cfg: DictConfig) -> None:
-    """Record one context."""
-    print(run_point("prefill_time", cfg, measure))
+    """Record and print one context."""
+    show_point(run_point("prefill_time", cfg, measure))
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:

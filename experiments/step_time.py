@@ -25,6 +25,7 @@ from dualdecoder.synthetic import fill_synthetic, replay_selection
 from experiments.harness.gpu import gather_rate, measured_rates, require_gpu
 from experiments.harness.points import run_point
 from experiments.harness.workload import progress, require_positive
+from experiments.reporting.terminal import show_point
 
 # (name, prefetch, transfers): the method as it is, fetching only on demand, and no transfers at all.
 VARIANTS = (("layer_aware", True, True), ("on_demand", False, True), ("compute_only", True, False))
@@ -32,8 +33,8 @@ VARIANTS = (("layer_aware", True, True), ("on_demand", False, True), ("compute_o
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="step_time")
 def main(cfg: DictConfig) -> None:
-    """Record one batch and context."""
-    print(run_point("step_time", cfg, measure))
+    """Record and print one batch and context."""
+    show_point(run_point("step_time", cfg, measure))
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 
 from dualdecoder.engine import Engine
 from dualdecoder.method import KVMethod
-from experiments.harness.environment import device_tag, environment
 from experiments.harness.points import run_point
 from experiments.harness.workload import engine_for, manual_prompt, progress, require_positive
 from experiments.reporting.terminal import show_point
@@ -41,7 +40,7 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
             "context": cfg.context,
             "batch": cfg.batch,
             "rows_per_step": method.rows,
-            "device": device_tag(environment()) if engine.model.device.type == "cuda" else "cpu",
+            "device": engine.model.device.type,
             "dtype": cfg.model.dtype,
             "steps": cfg.steps,
             "step_ms": step_ms,

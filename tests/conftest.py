@@ -3,11 +3,11 @@
 import pytest
 import torch
 from hypothesis import settings
+from support import sharpened
 
 from dualdecoder.checkpoints import load_model
 from dualdecoder.engine import Engine
 from dualdecoder.method import method_config
-from dualdecoder.model import Decoder
 from experiments.harness.workload import manual_prompt
 
 # A busy machine makes a correct example slow; how long tests take is not what they test.
@@ -30,14 +30,6 @@ def manual(smollm2: Engine):
 def tiny() -> Engine:
     """A random model of 4 layers; no tokenizer, prompts are token ids."""
     return Engine(sharpened(load_model("random:tiny")), None, "full_kv", method_config("full_kv", {}))
-
-
-def sharpened(model: Decoder) -> Decoder:
-    """Larger random weights, so that attention is far from uniform and a lost token changes the logits."""
-    for layer in model.layers:
-        layer.qkv_QE *= 12
-        layer.output_EA *= 12
-    return model
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from dualdecoder.errors import UserError
 from experiments.harness.environment import ROOT, device_tag, environment
 from experiments.harness.records import SCHEMA, Record, RecordError, read_record, write_record
 
-OUTPUT_KEYS = ("results_dir", "force")
+OUTPUT_KEYS = ("results_dir",)
 _SLUG_KEYS = ("model", "method", "speculation", "task", "prompt", "context", "length", "batch", "budget")
 
 

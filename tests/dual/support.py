@@ -1,4 +1,4 @@
-"""Recording and forcing predictions, to show that they never change the result."""
+"""A telling small model; recording and forcing predictions, to show that they never change the result."""
 
 import random
 from dataclasses import dataclass, field
@@ -9,6 +9,7 @@ from torch import Tensor
 from dualdecoder.dual import DualDecoder
 from dualdecoder.engine import Engine, Run
 from dualdecoder.landmarks import NO_CHUNK
+from dualdecoder.model import Decoder
 
 
 @dataclass
@@ -85,3 +86,11 @@ def assert_bit_equal(got: Trace, expected: Trace) -> None:
 def start(engine: Engine, prompts: list[list[int]], new_tokens: int, **options: object) -> Run:
     """A DualDecoder run on the engine's model."""
     return engine.with_method("dualdecoder", **options).start(prompts, new_tokens)
+
+
+def sharpened(model: Decoder) -> Decoder:
+    """Larger random weights, so that attention is far from uniform and a lost token changes the logits."""
+    for layer in model.layers:
+        layer.qkv_QE *= 12
+        layer.output_EA *= 12
+    return model

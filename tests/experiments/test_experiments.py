@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -22,6 +24,7 @@ from experiments.reproduce import read_runs
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 EXPERIMENTS = ("throughput", "residency", "prediction", "ruler")
+GPU_EXPERIMENTS = ("step_time", "kernel_time", "prefill_time")
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
 
@@ -38,7 +41,7 @@ def loaded(smollm2: Engine, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", [*EXPERIMENTS, *GPU_EXPERIMENTS])
 def test_every_model_config_composes(experiment: str, model: str) -> None:
     cfg = config(experiment, f"model={model}")
     OmegaConf.resolve(cfg)
@@ -134,6 +137,13 @@ def test_ruler_rows(loaded) -> None:
 def test_bad_settings(loaded, experiment, overrides: list[str], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         experiment.measure(config(experiment.__name__.rpartition(".")[2], *overrides))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("name", GPU_EXPERIMENTS)
+def test_gpu_experiments_say_that_there_is_no_gpu(name: str) -> None:
+    with pytest.raises(ConfigError, match="hardware='no GPU' is not allowed; allowed: a machine with an NVIDIA GPU"):
+        import_module(f"experiments.{name}").measure(config(name))
 
 
 def test_random_weights_have_no_text_to_measure() -> None:

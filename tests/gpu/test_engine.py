@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import ForcedPredictor, Trace, assert_bit_equal, start, trace
+from support import ForcedPredictor, Trace, assert_bit_equal, sharpened, start, trace
 
 from dualdecoder import graphs
 from dualdecoder.checkpoints import load_model
@@ -16,10 +16,7 @@ STEPS = 40
 
 
 def sharp_tiny(device: str, dtype: torch.dtype = torch.float32) -> Engine:
-    model = load_model("random:tiny", torch.float32)
-    for layer in model.layers:
-        layer.qkv_QE *= 12
-        layer.output_EA *= 12
+    model = sharpened(load_model("random:tiny"))
     return Engine(model.to(device, dtype), None, "dualdecoder", method_config("dualdecoder", OPTIONS))
 
 

@@ -63,7 +63,7 @@ def test_config_and_environment_are_on_disk_before_the_measurement(tmp_path: Pat
 
 def test_identity_is_the_config_without_the_output_keys(tmp_path: Path) -> None:
     first = run_point("toy", config(tmp_path), Measure())
-    elsewhere = run_point("toy", config(tmp_path, results_dir=str(tmp_path / "other"), force=True), Measure())
+    elsewhere = run_point("toy", config(tmp_path, results_dir=str(tmp_path / "other")), Measure())
     other = run_point("toy", config(tmp_path, batch=3), Measure())
     assert first.name == elsewhere.name != other.name
 

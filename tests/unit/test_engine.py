@@ -20,7 +20,7 @@ def test_stream_gives_the_same_text_as_generate(smollm2: Engine) -> None:
     assert reasons == [c.finish_reason for c in completions]
     statistics = smollm2.statistics
     assert statistics.new_tokens == sum(len(c.token_ids) for c in completions)
-    assert statistics.tokens_per_s > 0
+    assert statistics.tokens_per_s == (statistics.new_tokens - 2) / statistics.decode_s
     assert statistics.prompt_tokens == sum(c.prompt_tokens for c in completions)
 
 
@@ -62,6 +62,15 @@ def test_known_tokens_can_be_forced(tiny: Engine, random_ids) -> None:
     logits = torch.cat([step.logits_BV for step in run.steps])
     for i in range(1, 8):
         assert torch.allclose(logits[i - 1], tiny.prefill(prompt + given[:i]).logits_V, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["full_kv", "dualdecoder"])
+def test_a_slow_reader_does_not_count_as_decoding(tiny: Engine, method: str) -> None:
+    engine = tiny.with_method(method)
+    begin = time.perf_counter()
+    for _ in engine.stream([[1, 2, 3]], max_new_tokens=5):
+        time.sleep(0.2)
+    assert 0 < engine.statistics.decode_s < time.perf_counter() - begin - 5 * 0.2 + 0.01
 
 
 def test_second_load_is_quick() -> None:
