@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dualdecoder.attention import step_attention
 from dualdecoder.config import MethodConfig
-from dualdecoder.method import KVMethod
+from dualdecoder.method import Capabilities, KVMethod
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class FullKV(KVMethod):
     """All keys and values of all tokens on the device; every step attends to all of them."""
 
     config_class = FullKVConfig
+    capabilities = Capabilities(exact=True, recalls=True, offloads=False)
 
     def allocate(self) -> None:
         model = self.model
@@ -55,6 +56,10 @@ class FullKV(KVMethod):
         row_B = torch.arange(self.batch, device=slot_B.device)
         kept_BKXD = past_BKXPD[row_B, :, :, slot_B]
         past_BKXPD[row_B, :, :, slot_B] = torch.where(self.commit_B[:, None, None, None], kv_BKXD, kept_BKXD)
+
+    def read_bytes(self) -> int:
+        token_bytes = self.kv[0][0, :, :, 0].nbytes * self.model.layers
+        return int(self.length_B.sum()) * token_bytes
 
     def end_step(self) -> None:
         self.length_B += self.commit_B

@@ -11,7 +11,6 @@ O outlier chunks, C tokens of a chunk, W tokens of the window, X = K and V, P pa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from dualdecoder.config import DualDecoderConfig
 from dualdecoder.errors import require
 from dualdecoder.host_store import HostStore
 from dualdecoder.landmarks import NO_CHUNK, chunk_landmarks, outlier_chunks
-from dualdecoder.method import KVMethod
+from dualdecoder.method import Capabilities, KVMethod
 from dualdecoder.ops import Counting, History, LayerState, Ops, ReferenceOps
 from dualdecoder.telemetry import Telemetry
 from dualdecoder.transfer import SideStream
@@ -31,15 +30,12 @@ from dualdecoder.transfer import SideStream
 # Prefetch distance in layers: with two buffers, the one that layer l frees is next used by layer l + 2.
 BUFFERS = 2
 
-# (layer, true set of row 0, set of the last row) -> the two sets to go on with, each [B, K, S]. For replaying known
-# selections and for forcing wrong predictions.
-Rewrite = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-
 
 class DualDecoder(KVMethod):
     """Full KV on the host; landmarks, outliers, recent window and two chunk buffers on the device."""
 
     config_class = DualDecoderConfig
+    capabilities = Capabilities(exact=False, recalls=True, offloads=True)
     devices = ("cpu", "cuda")
     config: DualDecoderConfig
 
@@ -50,10 +46,7 @@ class DualDecoder(KVMethod):
         self.rows = 1 if config.speculation == "none" else 2
         # With an odd number of layers the buffers swap roles between steps.
         self.graphable = model.layers % BUFFERS == 0
-        # Off only to time a step without its transfers; results are then meaningless.
-        self.transfers = True
         self.prefetches = self.rows == 2 and config.schedule == "layer_aware"
-        self.rewrite: Rewrite | None = None
         self.chunks = math.ceil(self.context / config.chunk)
         self.slots = min(config.budget // config.chunk, self.chunks)
         self.turn = 0
@@ -190,6 +183,26 @@ class DualDecoder(KVMethod):
         if self.transfers:
             with stream.work(key):
                 self.ops.fetch(self.host, layer, fetch, self._buffer)
+
+    def read_bytes(self) -> int:
+        plan = self.ledger.plan().gpu
+        selected = self.buffers[0].records_BKSXCD.nbytes * self.model.layers
+        return plan["landmarks"] + plan["outliers"] + plan["window"] + selected
+
+    def fill_synthetic(self, tokens: int, seed: int = 0) -> None:
+        """Random records, landmarks and window; outliers spread evenly."""
+        local, chunk = self.config.local, self.config.chunk
+        require(local < tokens < self.context, "tokens", tokens, f"{local + 1} to {self.context - 1}")
+        generator = torch.Generator(self.ledger.device).manual_seed(seed)
+        chunks = (tokens - local) // chunk
+        for layer, state in enumerate(self.layers):
+            self.host.fill_normal(layer, generator)
+            for tensor in (state.landmarks_BKND, state.outlier_records_BKOXCD, state.window_BKXWD):
+                tensor.normal_(generator=generator)
+            outliers = state.outliers_BKO.shape[-1]
+            state.outliers_BKO.copy_(torch.arange(outliers, device=generator.device) * (chunks // outliers))
+        self.length_B.fill_(tokens)
+        self.chunks_B.fill_(chunks)
 
     def statistics(self) -> dict[str, float]:
         """Chunk counts, link bytes, and shares of the selection: ``hit_rate``, ``kv_accuracy``, ``reuse``."""

@@ -219,6 +219,7 @@ class Engine:
         self._check(prompts, max_new_tokens)
         lengths = [len(prompt) for prompt in prompts]
         method = self._allocate(len(prompts), max(lengths) + max_new_tokens)
+        _check_decode_capacity(method, max_new_tokens)
         begin = time.perf_counter()
         logits_BV = torch.stack([fill(method, sequence) for sequence in range(len(prompts))])
         prefill_s = time.perf_counter() - begin
@@ -264,6 +265,14 @@ class Engine:
                     f"{name}: {len(prompt)} tokens + max_new_tokens={max_new_tokens} = {needed} exceed the context of "
                     f"{model.name}; allowed: at most {model.max_context}"
                 )
+
+
+def _check_decode_capacity(method: KVMethod, max_new_tokens: int) -> None:
+    most = method.decode_capacity
+    if most is not None and max_new_tokens > most:
+        raise CapacityError(
+            f"max_new_tokens={max_new_tokens}: this method decodes at most {most} tokens after a prompt"
+        )
 
 
 def _check_device(device: str, method: str) -> None:

@@ -43,6 +43,12 @@ class HostStore:
         at = (torch.arange(chunk_B.shape[0]) % len(records), slice(None), chunk_B)
         records[at] = torch.where(where_B[:, None, None, None, None], record_BKXCD, records[at])
 
+    def fill_normal(self, layer: int, generator: torch.Generator) -> None:
+        """Random values, made on the generator's device, for measuring without a prompt."""
+        for records in self.records[layer]:
+            values = torch.empty(records.shape, dtype=records.dtype, device=generator.device)
+            records.copy_(values.normal_(generator=generator), non_blocking=True)
+
     def read(self, layer: int, chunk_BKS: Tensor) -> Tensor:
         """Records ``[B, K, S, 2, C, D]`` of the chunk numbers; entries below 0 give chunk 0."""
         records = self.records[layer]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -30,6 +32,27 @@ class PrefillSink(Protocol):
     def __call__(self, layer: int, q_THD: Tensor, k_pre_rope_TKD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None: ...
 
 
+# (layer, true set of row 0, set of the last row) -> the two sets to go on with, each [B, K, S]. For replaying known
+# selections and for forcing wrong predictions.
+Rewrite = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a method can promise.
+
+    exact: its attention is dense attention, up to rounding, with any settings.
+    recalls: every token of the context can still be attended to; False where tokens are evicted for good.
+    offloads: keys or values of the context are kept in host memory.
+    limits: what it cannot do, in a sentence; empty if nothing.
+    """
+
+    exact: bool
+    recalls: bool
+    offloads: bool
+    limits: str = ""
+
+
 class KVMethod(ABC):
     """Keys and values of ``batch`` sequences of up to ``context`` tokens each, and the attention over them.
 
@@ -37,16 +60,25 @@ class KVMethod(ABC):
     speculation: with two rows, where row 1's token comes from (``SPECULATIONS``).
     devices: device types that the implementation runs on.
     graphable: on a GPU, whether full steps may be replayed from one CUDA graph.
+    foresees: whether ``foresee`` is to be called.
+    decode_capacity: most tokens that can be decoded after a prompt; None for no limit.
+    transfers: on a GPU, False switches the link off, only to time a step without it; results are then meaningless.
+    rewrite: replaces the sets of a method that selects chunks; None lets them be.
 
     Decode is ``begin_step``, ``attend`` once per layer in order, ``end_step``. Nothing in it may depend on the
     value of device data from the host side: no ``.item()``, no data-dependent shape, no branch.
     """
 
     config_class: ClassVar[type[MethodConfig]]
+    capabilities: ClassVar[Capabilities]
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     graphable: bool = False
     rows: int = 1
     speculation: str = "none"
+    foresees: ClassVar[bool] = False
+    decode_capacity: int | None = None
+    transfers: bool = True
+    rewrite: Rewrite | None = None
 
     def __init__(
         self,
@@ -99,6 +131,13 @@ class KVMethod(ABC):
         ``commit_B`` (bool): row 0 of these sequences becomes part of the context. All other rows leave no trace.
         """
 
+    def foresee(self, layer: int, q_BRHD: Tensor) -> None:
+        """Take a guess at the rotated queries of ``layer``: its projection of the input of the layer before.
+
+        Called in decode for a method with ``foresees``, before ``attend`` of the layer before.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def attend(self, layer: int, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor) -> Tensor:
         """Attention output ``[B, R, H, D]`` of this step's rows. Rows are causal among themselves."""
@@ -107,8 +146,35 @@ class KVMethod(ABC):
     def end_step(self) -> None:
         """Finish a step: lengths advance where ``commit_B`` was set."""
 
+    @abstractmethod
+    def read_bytes(self) -> int:
+        """Bytes of its state that a full step has to read from device memory at the present lengths, all layers.
+
+        What crosses the link is counted once, as read by attention. With the weights this is the floor of a step.
+        """
+
+    def fill_synthetic(self, tokens: int, seed: int = 0) -> None:
+        """Make every sequence ``tokens`` long with seeded normal values, for measuring without a prompt.
+
+        This one goes through ``prefill_layer``; a method for which that is slow fills its state itself.
+        """
+        require(0 < tokens < self.context, "tokens", tokens, f"1 to {self.context - 1}")
+        generator = torch.Generator(self.ledger.device).manual_seed(seed)
+
+        def normal(heads: int) -> Tensor:
+            shape = (tokens, heads, self.model.head_dim)
+            return torch.empty(shape, dtype=self.dtype, device=self.ledger.device).normal_(generator=generator)
+
+        q_THD, k_TKD, v_TKD = (normal(n) for n in (self.model.query_heads, self.model.kv_heads, self.model.kv_heads))
+        for layer in range(self.model.layers):
+            for sequence in range(self.batch):
+                self.prefill_layer(sequence, layer, q_THD, k_TKD, k_TKD, v_TKD)
+
     def statistics(self) -> dict[str, float]:
-        """Counters since the prefill, summed over layers; empty for a method without transfers."""
+        """Counters since the prefill, summed over layers; empty for a method without transfers.
+
+        A method with transfers counts ``urgent_bytes`` (fetched when needed) and ``prefetched_bytes`` (fetched ahead).
+        """
         return {}
 
 

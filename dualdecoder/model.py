@@ -102,6 +102,15 @@ class Decoder:
             q_BRHD, k_BRKD = self._norm(q_BRHD, w.q_norm_D), self._norm(k_BRKD, w.k_norm_D)
         return Projections(rotate(q_BRHD, *rotation), k_BRKD, rotate(k_BRKD, *rotation), v_BRKD)
 
+    def query(self, layer: int, x_BRE: Tensor, rotation: tuple[Tensor, Tensor], normed_by: int) -> Tensor:
+        """Rotated queries ``[B, R, H, D]`` that ``layer`` would make of ``x_BRE`` behind the norm of ``normed_by``."""
+        c, w = self.config, self.layers[layer]
+        rows = c.query_heads * c.head_dim
+        bias = None if w.qkv_bias_Q is None else w.qkv_bias_Q[:rows]
+        q_BRQ = F.linear(self._norm(x_BRE, self.layers[normed_by].attention_norm_E), w.qkv_QE[:rows], bias)
+        q_BRHD = q_BRQ.unflatten(-1, (c.query_heads, c.head_dim))
+        return rotate(q_BRHD if w.q_norm_D is None else self._norm(q_BRHD, w.q_norm_D), *rotation)
+
     def finish_layer(self, layer: int, x_BRE: Tensor, o_BRHD: Tensor) -> Tensor:
         """Output projection and MLP, each added to the residual stream; ``x_BRE`` may be overwritten."""
         w = self.layers[layer]
@@ -123,6 +132,11 @@ class Decoder:
         for layer in self.layers:
             tensors += [t for t in vars(layer).values() if t is not None]
         return sum({id(t): t.nbytes for t in tensors}.values())
+
+    def step_weight_bytes(self) -> int:
+        """Bytes of weights that a decode step reads: all but the embedding table, of which it reads a few rows."""
+        tied = self.unembedding_VE is self.embedding_VE
+        return self.weight_bytes() - (0 if tied else self.embedding_VE.nbytes)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)

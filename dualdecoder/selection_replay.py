@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dualdecoder.errors import require
 from dualdecoder.ledger import Ledger
+from dualdecoder.method import KVMethod
 
 
 @dataclass(frozen=True)
@@ -67,3 +68,14 @@ class SelectionReplay:
         # Layers start at places that share no period with usual chunk counts.
         start_L = self.step * self.moved + torch.arange(layers, device=self.step.device) * 7919
         return (start_L[:, None, None] + place_2S) % self.chunks
+
+
+def replay_selection(method: KVMethod, config: ReplayConfig) -> SelectionReplay:
+    """Let a seeded process decide what is selected and predicted; the method's own selection still runs in full.
+
+    For methods that select ``method.slots`` of ``method.chunks_B`` chunks and heed ``method.rewrite``.
+    """
+    shape = (method.batch, method.model.kv_heads, int(method.chunks_B[0]))
+    replay = SelectionReplay(config, shape, method.slots, method.ledger)
+    method.rewrite = lambda layer, _chosen, _predicted: replay.sets(layer, method.model.layers)
+    return replay

@@ -24,6 +24,8 @@ def decode_step(model: Decoder, method: KVMethod, tokens_BR: Tensor, lengths_B: 
     method.begin_step(tokens_BR.shape[1], commit_B)
     for layer in range(model.config.layers):
         p = model.project(layer, x_BRE, rotation)
+        if method.foresees and layer + 1 < model.config.layers:
+            method.foresee(layer + 1, model.query(layer + 1, x_BRE, rotation, normed_by=layer))
         o_BRHD = method.attend(layer, p.q_BRHD, p.k_BRKD, p.v_BRKD)
         x_BRE = model.finish_layer(layer, x_BRE, o_BRHD)
     method.end_step()

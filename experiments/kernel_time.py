@@ -15,7 +15,6 @@ from dualdecoder.checkpoints import named_shape
 from dualdecoder.config import DualDecoderConfig, ModelConfig, dtype_from_name
 from dualdecoder.dual import DualDecoder
 from dualdecoder.ops import Counting, History, LayerState
-from dualdecoder.synthetic import fill_synthetic
 from experiments.harness.gpu import measured_rates, median_ms, require_gpu
 from experiments.harness.points import run_point
 from experiments.harness.workload import require_positive
@@ -54,7 +53,7 @@ def _kernels(cfg: DictConfig, batch: int) -> Iterator[tuple[str, str, float, int
     config = DualDecoderConfig(budget=cfg.budget, host_sequences=1)
     dtype = dtype_from_name(cfg.model.dtype)
     method = DualDecoder(shape, config, batch=batch, context=cfg.context, dtype=dtype, device="cuda")
-    fill_synthetic(method, cfg.context - 1)
+    method.fill_synthetic(cfg.context - 1)
     method.ops.begin_step(method.chunks_B)
     yield from _select(method, whole)
     yield from _attend(method, whole)

@@ -20,8 +20,7 @@ from dualdecoder.config import DualDecoderConfig, dtype_from_name
 from dualdecoder.dual import DualDecoder
 from dualdecoder.graphs import WARMUP_STEPS, StepRunner
 from dualdecoder.model import Decoder
-from dualdecoder.selection_replay import ReplayConfig
-from dualdecoder.synthetic import fill_synthetic, replay_selection
+from dualdecoder.selection_replay import ReplayConfig, replay_selection
 from experiments.harness.gpu import gather_rate, measured_rates, require_gpu
 from experiments.harness.points import run_point
 from experiments.harness.workload import progress, require_positive
@@ -51,7 +50,7 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     method = DualDecoder(model.config, config, **sizes, device="cuda")
     held = torch.cuda.memory_allocated() - before
     steps = len(VARIANTS) * (cfg.warmup + cfg.steps + WARMUP_STEPS + 1)
-    fill_synthetic(method, cfg.context - steps - 1, cfg.seed)
+    method.fill_synthetic(cfg.context - steps - 1, cfg.seed)
     replay_selection(method, ReplayConfig(cfg.reuse, cfg.accuracy, cfg.seed))
     gather = gather_rate(method)
     rows = [_row(cfg, model, method, variant, rates.copy, gather) for variant in progress(VARIANTS, "step_time")]
@@ -73,7 +72,7 @@ def _row(
     name, method.prefetches, method.transfers = variant
     step_ms, moved = _time(cfg, model, method)
     link_bytes = (moved["urgent_bytes"] + moved["prefetched_bytes"]) if method.transfers else 0
-    hbm_bytes = _step_bytes(model, method)
+    hbm_bytes = model.step_weight_bytes() + method.read_bytes()
     middle = median(step_ms)
     return {
         "variant": name,
@@ -113,14 +112,6 @@ def _time(cfg: DictConfig, model: Decoder, method: DualDecoder) -> tuple[list[fl
     after = method.statistics()
     step_ms = [a.elapsed_time(b) for a, b in pairwise(marks)]
     return step_ms, {name: (after[name] - before[name]) / cfg.steps for name in after}
-
-
-def _step_bytes(model: Decoder, method: DualDecoder) -> int:
-    """Bytes that a step must read from device memory: weights, landmarks, selected and static keys and values."""
-    plan = method.ledger.plan().gpu
-    one_buffer = method.buffers[0].records_BKSXCD.nbytes
-    kept = plan["landmarks"] + plan["outliers"] + plan["window"]
-    return model.weight_bytes() - model.embedding_VE.nbytes + kept + one_buffer * model.config.layers
 
 
 if __name__ == "__main__":

@@ -12,10 +12,9 @@ from dualdecoder.dual import DualDecoder
 from dualdecoder.errors import ConfigError
 from dualdecoder.ledger import Ledger
 from dualdecoder.model import random_decoder
-from dualdecoder.selection_replay import ReplayConfig, SelectionReplay
+from dualdecoder.selection_replay import ReplayConfig, SelectionReplay, replay_selection
 from dualdecoder.shapes import SHAPES
 from dualdecoder.step import decode_step
-from dualdecoder.synthetic import fill_synthetic, replay_selection
 
 
 @settings(max_examples=20)
@@ -46,7 +45,7 @@ def test_bad_shares_and_short_contexts() -> None:
 def test_replayed_steps_are_counted_as_asked() -> None:
     shape, config = SHAPES["tiny"], DualDecoderConfig(budget=64, host_sequences=1)
     method = DualDecoder(shape, config, batch=3, context=1100, dtype=torch.float32)
-    fill_synthetic(method, 1000)
+    method.fill_synthetic(1000)
     replay_selection(method, ReplayConfig(reuse=0.5, accuracy=0.75))
     model, everyone = random_decoder(shape), torch.ones(3, dtype=torch.bool)
     for _ in range(6):
