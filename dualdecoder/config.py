@@ -163,6 +163,7 @@ class MethodConfig:
 
 SPECULATIONS = ("self", "random_first", "random", "none")
 SCHEDULES = ("layer_aware", "on_demand")
+URGENTS = ("gather", "in_place")
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,8 @@ class DualDecoderConfig(MethodConfig):
         second token; random_first: the same, started with a random token; random: a random token each step;
         none: one row, no prediction.
     schedule: layer_aware: prefetch two layers ahead; on_demand: fetch only when the selection is known.
+    urgent: how missing chunks arrive. gather: a kernel on the urgent stream copies them before attention starts (the
+        paper's way); in_place: attention itself reads them from host memory, beside what it reads from the buffer.
     host_sequences: sequences that the host keeps KV for; 0 for all. Fewer share it, for measuring transfers only.
     """
 
@@ -188,6 +191,7 @@ class DualDecoderConfig(MethodConfig):
     window: int = 64
     speculation: str = "self"
     schedule: str = "layer_aware"
+    urgent: str = "gather"
     host_sequences: int = 0
 
     def __post_init__(self) -> None:
@@ -203,6 +207,7 @@ class DualDecoderConfig(MethodConfig):
         require(self.speculation in SPECULATIONS, "speculation", self.speculation, ", ".join(SPECULATIONS))
         require(self.host_sequences >= 0, "host_sequences", self.host_sequences, "0 (all) or a number of sequences")
         require(self.schedule in SCHEDULES, "schedule", self.schedule, ", ".join(SCHEDULES))
+        require(self.urgent in URGENTS, "urgent", self.urgent, ", ".join(URGENTS))
 
     @property
     def outliers(self) -> int:

@@ -11,7 +11,6 @@ O outlier chunks, C tokens of a chunk, W tokens of the window, X = K and V, P pa
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +42,7 @@ class DualDecoder(KVMethod):
         model, config = self.model, self.config
         require(model.layers >= BUFFERS, "model.layers", model.layers, f"at least {BUFFERS} for alternating buffers")
         self.speculation = config.speculation
+        self.in_place = config.urgent == "in_place"
         self.rows = 1 if config.speculation == "none" else 2
         # With an odd number of layers the buffers swap roles between steps.
         self.graphable = model.layers % BUFFERS == 0
@@ -138,7 +138,8 @@ class DualDecoder(KVMethod):
         state = self.layers[layer]
         chosen_BKS, predicted_BKS = self._select(layer, q_BRHD)
         slot_BKS = self._bring_in(layer, chosen_BKS, predicted_BKS)
-        o_BRHD = self.ops.attend(q_BRHD, k_BRKD, v_BRKD, state, self._buffer, chosen_BKS, slot_BKS)
+        elsewhere = self.host.records[layer] if self._reads_in_place else None
+        o_BRHD = self.ops.attend(q_BRHD, k_BRKD, v_BRKD, state, self._buffer, chosen_BKS, slot_BKS, elsewhere)
         self.ops.commit(k_BRKD[:, 0], v_BRKD[:, 0], state, self.host, layer, self.commit_B, self.flush_B)
         self._hand_over_buffer(layer)
         return o_BRHD
@@ -152,6 +153,10 @@ class DualDecoder(KVMethod):
     def _buffer(self) -> ChunkBuffer:
         return self.buffers[self.turn % BUFFERS]
 
+    @property
+    def _reads_in_place(self) -> bool:
+        return self.transfers and self.in_place
+
     def _select(self, layer: int, q_BRHD: Tensor) -> tuple[Tensor, Tensor]:
         """Row 0's true set, and the last row's set: what to expect in the next step."""
         sets_BRKS = self.ops.select(q_BRHD, self.layers[layer], self.slots)
@@ -162,27 +167,29 @@ class DualDecoder(KVMethod):
         """Fetch the chosen chunks that the buffer lacks (urgent path); returns each chosen chunk's slot."""
         history = History(self.predicted[layer], self.selected[layer], predicted_BKS, self.comparable)
         counting = Counting(self.telemetry.counts[layer], self.commit_B, history)
-        slot_BKS, misses = self.ops.find(chosen_BKS, self._buffer, counting)
+        self.prefetch.wait(("table", self.turn % BUFFERS))
+        slot_BKS, misses = self.ops.find(chosen_BKS, self._buffer, counting, self._reads_in_place)
         # A missing chunk may take the slot of a wrong prediction that is still on its way.
-        self.prefetch.wait(self.turn % BUFFERS)
-        self._fetch(self.urgent, 0, layer, misses)
-        self.urgent.wait()
+        self.prefetch.wait(("records", self.turn % BUFFERS))
+        if self.transfers and not self.in_place:
+            with self.urgent.work():
+                self.ops.fetch(self.host, layer, misses, self._buffer)
+            self.urgent.wait()
         return slot_BKS
 
     def _hand_over_buffer(self, layer: int) -> None:
         """Fill the buffer that this layer has done with for the layer that uses it next, or empty it."""
-        target = (layer + BUFFERS) % self.model.layers
+        target, turn = (layer + BUFFERS) % self.model.layers, self.turn % BUFFERS
         if self.prefetches:
-            expected = self.ops.replace(self._buffer, self.predicted[target])
-            self._fetch(self.prefetch, self.turn % BUFFERS, target, expected)
+            # The table, too, is nobody's concern before the buffer's next turn.
+            with self.prefetch.work(("table", turn)):
+                expected = self.ops.replace(self._buffer, self.predicted[target])
+            if self.transfers:
+                with self.prefetch.work(("records", turn), follow=False):
+                    self.ops.fetch(self.host, target, expected, self._buffer)
         else:
             self._buffer.clear()
         self.turn += 1
-
-    def _fetch(self, stream: SideStream, key: int, layer: int, fetch: Any) -> None:
-        if self.transfers:
-            with stream.work(key):
-                self.ops.fetch(self.host, layer, fetch, self._buffer)
 
     def read_bytes(self) -> int:
         plan = self.ledger.plan().gpu

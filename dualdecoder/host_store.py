@@ -51,10 +51,14 @@ class HostStore:
 
     def read(self, layer: int, chunk_BKS: Tensor) -> Tensor:
         """Records ``[B, K, S, 2, C, D]`` of the chunk numbers; entries below 0 give chunk 0."""
-        records = self.records[layer]
-        b = (torch.arange(chunk_BKS.shape[0]) % len(records))[:, None, None]
-        k = torch.arange(records.shape[1])[None, :, None]
-        return records[b, k, chunk_BKS.clamp(min=0)]
+        return read_records(self.records[layer], chunk_BKS)
 
     def _of(self, layer: int, sequence: int) -> Tensor:
         return self.records[layer][sequence % len(self.records[layer])]
+
+
+def read_records(records_AKNXCD: Tensor, chunk_BKS: Tensor) -> Tensor:
+    """Records ``[B, K, S, 2, C, D]`` of one layer, sequence b's from b modulo A; entries below 0 give chunk 0."""
+    b = (torch.arange(chunk_BKS.shape[0]) % len(records_AKNXCD))[:, None, None]
+    k = torch.arange(records_AKNXCD.shape[1])[None, :, None]
+    return records_AKNXCD[b, k, chunk_BKS.clamp(min=0)]

@@ -35,7 +35,7 @@ class LayerWeights:
 
 
 class Projections(NamedTuple):
-    """What one layer's attention input becomes. ``k_pre_rope`` is the key before rotation, in a prefill only."""
+    """What one layer's attention input becomes. ``k_pre_rope`` is the key before rotation, where it was asked for."""
 
     q_BRHD: Tensor
     k_pre_rope_BRKD: Tensor
@@ -85,13 +85,17 @@ class Decoder:
         angle_BRP = positions_BR.unsqueeze(-1).float() * self.inverse_frequency_P
         return (angle_BRP.cos() * self.rope_scale).to(self.dtype), (angle_BRP.sin() * self.rope_scale).to(self.dtype)
 
-    def project(self, layer: int, x_BRE: Tensor, rotation: tuple[Tensor, Tensor]) -> Projections:
-        """Norm, fused QKV projection, optional QK norm, rotation."""
+    def project(
+        self, layer: int, x_BRE: Tensor, rotation: tuple[Tensor, Tensor], keeps_pre_rope: bool = False
+    ) -> Projections:
+        """Norm, fused QKV projection, optional QK norm, rotation.
+
+        Without ``keeps_pre_rope`` the key before its rotation may be overwritten by the rotated one.
+        """
         c, w = self.config, self.layers[layer]
-        if _is_gpu_step(x_BRE):
+        if _is_gpu_step(x_BRE) and not keeps_pre_rope:
             from dualdecoder.kernels import layer as fused
 
-            # In a step nobody needs the key before its rotation.
             q_BRHD, k_BRKD, v_BRKD = fused.project(c, w, x_BRE, rotation)
             return Projections(q_BRHD, k_BRKD, k_BRKD, v_BRKD)
         normed_BRE = self._norm(x_BRE, w.attention_norm_E)

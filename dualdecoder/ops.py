@@ -15,7 +15,7 @@ from torch import Tensor
 from dualdecoder import window
 from dualdecoder.attention import step_attention
 from dualdecoder.buffers import ChunkBuffer, assign_slots
-from dualdecoder.host_store import HostStore
+from dualdecoder.host_store import HostStore, read_records
 from dualdecoder.landmarks import NO_CHUNK, chunk_landmarks, chunk_scores, count_common, top_chunks
 
 
@@ -68,9 +68,12 @@ class Ops(Protocol):
     def select(self, q_BRHD: Tensor, state: LayerState, count: int) -> Tensor:
         """The ``count`` best chunks of every row, ``[B, R, K, S]``."""
 
-    def find(self, wanted_BKS: Tensor, buffer: ChunkBuffer, counting: Counting) -> tuple[Tensor, Any]:
+    def find(
+        self, wanted_BKS: Tensor, buffer: ChunkBuffer, counting: Counting, in_place: bool = False
+    ) -> tuple[Tensor, Any]:
         """Slot of each wanted chunk, and the fetch that brings in the missing ones.
 
+        With ``in_place`` the missing ones are to be read where they lie, in the host store: their slot is -1.
         The buffer's table is updated, the counters grow, then the history's tables are overwritten.
         """
 
@@ -82,9 +85,12 @@ class Ops(Protocol):
 
     def attend(
         self, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor, state: LayerState,
-        buffer: ChunkBuffer, chosen_BKS: Tensor, slot_BKS: Tensor,
+        buffer: ChunkBuffer, chosen_BKS: Tensor, slot_BKS: Tensor, host_AKNXCD: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attention to the chosen chunks, outliers, window and, causally, the rows themselves; ``[B, R, H, D]``."""
+        """Attention to the chosen chunks, outliers, window and, causally, the rows themselves; ``[B, R, H, D]``.
+
+        Chunks with a slot below 0 are read from the layer's host records.
+        """
 
     def commit(
         self,
@@ -121,14 +127,17 @@ class ReferenceOps:
         scores = chunk_scores(q_BRHD, state.landmarks_BKND, state.chunks_B, state.outliers_BKO)
         return top_chunks(scores, count)
 
-    def find(self, wanted_BKS: Tensor, buffer: ChunkBuffer, counting: Counting) -> tuple[Tensor, ReferenceFetch]:
+    def find(
+        self, wanted_BKS: Tensor, buffer: ChunkBuffer, counting: Counting, in_place: bool = False
+    ) -> tuple[Tensor, ReferenceFetch]:
         count_selection(counting, wanted_BKS, buffer.held_BKS, self.chunks)
         slot_BKS, missing_BKS = assign_slots(wanted_BKS, buffer.held_BKS, self.chunks)
         buffer.relabel(slot_BKS, wanted_BKS, missing_BKS)
         if history := counting.history:
             history.predicted_BKS.copy_(history.following_BKS)
             history.selected_BKS.copy_(wanted_BKS)
-        return slot_BKS, ReferenceFetch(wanted_BKS, slot_BKS, missing_BKS)
+        fetch = ReferenceFetch(wanted_BKS, slot_BKS, missing_BKS)
+        return slot_BKS.masked_fill(missing_BKS & in_place, -1), fetch
 
     def replace(self, buffer: ChunkBuffer, chunk_BKS: Tensor) -> ReferenceFetch:
         buffer.held_BKS.copy_(chunk_BKS)
@@ -140,9 +149,13 @@ class ReferenceOps:
 
     def attend(
         self, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor, state: LayerState,
-        buffer: ChunkBuffer, chosen_BKS: Tensor, slot_BKS: Tensor,
+        buffer: ChunkBuffer, chosen_BKS: Tensor, slot_BKS: Tensor, host_AKNXCD: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        chunked = torch.cat((buffer.take(slot_BKS), state.outlier_records_BKOXCD), dim=2)
+        records = buffer.take(slot_BKS.clamp(min=0))
+        if host_AKNXCD is not None:
+            in_buffer_BKS = slot_BKS >= 0
+            records = records.where(in_buffer_BKS[..., None, None, None], read_records(host_AKNXCD, chosen_BKS))
+        chunked = torch.cat((records, state.outlier_records_BKOXCD), dim=2)
         past_BKXPD = torch.cat((chunked.transpose(2, 3).flatten(3, 4), state.window_BKXWD), dim=3)
         exists_BKN = torch.cat((chosen_BKS, state.outliers_BKO), dim=-1) != NO_CHUNK
         filled_BW = window.filled_slots(state.window_BKXWD.shape[3], state.chunks_B * self.chunk, state.length_B)

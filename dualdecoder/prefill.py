@@ -29,7 +29,7 @@ def prefill(model: Decoder, token_ids: Sequence[int], sink: PrefillSink) -> Tens
     rotation = model.rotation(torch.arange(tokens_1T.shape[1], device=model.device)[None])
     x_1TE = model.embed(tokens_1T)
     for layer in range(model.config.layers):
-        p = model.project(layer, x_1TE, rotation)
+        p = model.project(layer, x_1TE, rotation, keeps_pre_rope=True)
         sink(layer, *(tensor[0] for tensor in p))
         x_1TE = _finish_in_pieces(model, layer, x_1TE, causal_attention(p))
     return x_1TE[0]

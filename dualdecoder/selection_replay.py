@@ -4,7 +4,7 @@ Random weights have meaningless attention. Scoring and top-S run at full cost; t
 process with a given reuse (share of a step's set that was in the last step's) and prediction accuracy (share of a
 step's set that was predicted). Each KV head walks a random order of its chunks: a step's set is a window of it that
 moves on by ``(1 - reuse) * S`` places, and the wrong part of a prediction comes from the far side of the order.
-Suffixes: B sequences, K KV heads, N chunks, S selected chunks.
+Suffixes: L layers, Z = the true set and the predicted one, B sequences, K KV heads, N chunks, S selected chunks.
 """
 
 from __future__ import annotations
@@ -53,21 +53,22 @@ class SelectionReplay:
         Layers are asked for in order, from 0 to ``layers - 1``, once a step.
         """
         if layer == 0:
-            self.places_L2S = self._places(layers)
+            # All layers' sets at once: a launch a step instead of a launch a layer, which a real selection has not.
+            place_LZS = self._places(layers)[:, :, None, None]
+            shape = (layers, 2, *self.order_BKN.shape[:2], self.slots)
+            self.sets_LZBKS = self.order_BKN.expand(layers, 2, -1, -1, -1).gather(-1, place_LZS.expand(shape))
             self.step += 1
-        place_12KS = self.places_L2S[layer][None, :, None].expand(len(self.order_BKN), 2, self.order_BKN.shape[1], -1)
-        sets_B2KS = self.order_BKN[:, None].expand(-1, 2, -1, -1).gather(-1, place_12KS)
-        return sets_B2KS[:, 0], sets_B2KS[:, 1]
+        return self.sets_LZBKS[layer, 0], self.sets_LZBKS[layer, 1]
 
     def _places(self, layers: int) -> Tensor:
         """Places in the order for all layers of a step: of the true set, and of the prediction."""
         place_S = torch.arange(self.slots, device=self.step.device)
         # The wrong part of a prediction comes from half the order away, where the true set is not.
         wrong_S = (place_S >= self.right) * (self.chunks // 2)
-        place_2S = torch.stack((place_S, place_S + self.moved + wrong_S))
+        place_ZS = torch.stack((place_S, place_S + self.moved + wrong_S))
         # Layers start at places that share no period with usual chunk counts.
         start_L = self.step * self.moved + torch.arange(layers, device=self.step.device) * 7919
-        return (start_L[:, None, None] + place_2S) % self.chunks
+        return (start_L[:, None, None] + place_ZS) % self.chunks
 
 
 def replay_selection(method: KVMethod, config: ReplayConfig) -> SelectionReplay:

@@ -5,7 +5,7 @@ On a CPU there are no streams: everything happens at once and in program order, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -20,23 +20,29 @@ class SideStream:
 
     def __init__(self, device: torch.device, urgent: bool) -> None:
         self.stream: torch.cuda.Stream | None = None
-        self._done: dict[int, torch.cuda.Event] = {}
+        self._done: dict[Hashable, torch.cuda.Event] = {}
         if device.type == "cuda":
             # CUDA's scale: a lower number goes first. 0 is the lowest priority.
             self.stream = torch.cuda.Stream(device, priority=-5 if urgent else 0)
 
+    def follow(self) -> None:
+        """Let this stream go on only after all that the current stream has been given so far."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+
     @contextmanager
-    def work(self, key: int = 0) -> Iterator[None]:
-        """Issue the body's kernels on this stream, after all that the compute stream has been given so far."""
+    def work(self, key: Hashable = 0, follow: bool = True) -> Iterator[None]:
+        """Issue the body's kernels on this stream; with ``follow``, behind what the current stream has been given."""
         if self.stream is None:
             yield
             return
-        self.stream.wait_stream(torch.cuda.current_stream())
+        if follow:
+            self.follow()
         with torch.cuda.stream(self.stream):
             yield
             self._done[key] = self.stream.record_event()
 
-    def wait(self, key: int = 0) -> None:
+    def wait(self, key: Hashable = 0) -> None:
         """Make the current stream wait for the last piece of work with this key, if it was not waited for yet."""
         event = self._done.pop(key, None)
         if event is not None:

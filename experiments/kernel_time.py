@@ -14,6 +14,7 @@ from dualdecoder.buffers import ChunkBuffer
 from dualdecoder.checkpoints import named_shape
 from dualdecoder.config import DualDecoderConfig, ModelConfig, dtype_from_name
 from dualdecoder.dual import DualDecoder
+from dualdecoder.ledger import Ledger
 from dualdecoder.ops import Counting, History, LayerState
 from experiments.harness.gpu import measured_rates, median_ms, require_gpu
 from experiments.harness.points import run_point
@@ -69,12 +70,18 @@ def _select(method: DualDecoder, shape: ModelConfig) -> Iterator[tuple[str, str,
         q_BRHD = torch.randn(method.batch, rows, shape.query_heads, shape.head_dim, device="cuda", dtype=method.dtype)
         ms = median_ms(lambda q=q_BRHD: method.ops.select(q, state, method.slots))
         yield "scores + top", f"{rows} rows", ms, state.landmarks_BKND.nbytes, "copy"
+    from dualdecoder.kernels.selection import Selection
     from dualdecoder.kernels.top import select_top
 
-    ops, group, chunks = method.ops, shape.query_heads // shape.kv_heads, state.landmarks_BKND.shape[2]
-    sets_BRKS = ops.sets.view(method.batch, 2, shape.kv_heads, -1)
-    ms = median_ms(lambda: select_top(ops.score_workspace, state.chunks_B, group, chunks, sets_BRKS, ops.top_workspace))
-    yield "top", "2 rows", ms, ops.score_workspace.logits.nbytes, "copy"
+    group, chunks = shape.query_heads // shape.kv_heads, state.landmarks_BKND.shape[2]
+    sets_BRKS = method.ops.sets.view(method.batch, 2, shape.kv_heads, -1)
+    sizes = {"batch": method.batch, "rows": 2, "chunks": chunks, "count": method.slots, "halved": False}
+    at_once = Selection(Ledger("cuda"), shape, **sizes)
+    ms = median_ms(lambda: at_once(q_BRHD, state, sets_BRKS))
+    yield "scores + top", "2 rows, batch in one piece", ms, state.landmarks_BKND.nbytes, "copy"
+    scores, top = at_once.parts[0].scores, at_once.parts[0].top
+    ms = median_ms(lambda: select_top(scores, state.chunks_B, group, chunks, sets_BRKS, top))
+    yield "top", "2 rows", ms, scores.logits.nbytes, "copy"
     keys_BRKN = torch.randn(method.batch, 2, shape.kv_heads, chunks, device="cuda")
     ms = median_ms(lambda: keys_BRKN.topk(method.slots, dim=-1))
     yield "top", "torch.topk, 2 rows", ms, keys_BRKN.nbytes, "copy"

@@ -26,8 +26,14 @@ from experiments.harness.points import run_point
 from experiments.harness.workload import progress, require_positive
 from experiments.reporting.terminal import show_point
 
-# (name, prefetch, transfers): the method as it is, fetching only on demand, and no transfers at all.
-VARIANTS = (("layer_aware", True, True), ("on_demand", False, True), ("compute_only", True, False))
+# (name, prefetch, missing chunks read in place, transfers): the method as it is, with the other way to the missing
+# chunks, fetching only on demand, and no transfers at all.
+VARIANTS = (
+    ("layer_aware", True, False, True),
+    ("layer_aware, in place", True, True, True),
+    ("on_demand", False, False, True),
+    ("compute_only", True, False, False),
+)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="step_time")
@@ -67,9 +73,14 @@ def _overlap(row: dict[str, Any], compute_ms: float) -> dict[str, float]:
 
 
 def _row(
-    cfg: DictConfig, model: Decoder, method: DualDecoder, variant: tuple[str, bool, bool], copy: float, gather: float
+    cfg: DictConfig,
+    model: Decoder,
+    method: DualDecoder,
+    variant: tuple[str, bool, bool, bool],
+    copy: float,
+    gather: float,
 ) -> dict[str, Any]:
-    name, method.prefetches, method.transfers = variant
+    name, method.prefetches, method.in_place, method.transfers = variant
     step_ms, moved = _time(cfg, model, method)
     link_bytes = (moved["urgent_bytes"] + moved["prefetched_bytes"]) if method.transfers else 0
     hbm_bytes = model.step_weight_bytes() + method.read_bytes()

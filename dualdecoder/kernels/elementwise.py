@@ -19,36 +19,26 @@ SWIGLU_BLOCK = 1024
 
 
 @triton.jit
-def _rms_norm_kernel(
-    x_ptr, delta_ptr, weight_ptr, y_ptr, eps, E: tl.constexpr, EP: tl.constexpr, ADD: tl.constexpr
-):  # fmt: skip
+def _rms_norm_kernel(x_ptr, weight_ptr, y_ptr, eps, E: tl.constexpr, EP: tl.constexpr):
     e = tl.arange(0, EP)
     real = e < E
     at = tl.program_id(0).to(tl.int64) * E + e
-    x = tl.load(x_ptr + at, mask=real, other=0.0)
+    x = tl.load(x_ptr + at, mask=real, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + e, mask=real, other=0.0).to(tl.float32)
-    if ADD:
-        delta = tl.load(delta_ptr + at, mask=real, other=0.0).to(tl.float32)
-        x = (x.to(tl.float32) + delta).to(x_ptr.dtype.element_ty)
-        tl.store(x_ptr + at, x, mask=real)
-    # The norm is that of the sum as stored.
-    wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / E + eps)
-    tl.store(y_ptr + at, (wide * scale * weight).to(y_ptr.dtype.element_ty), mask=real)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / E + eps)
+    tl.store(y_ptr + at, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=real)
 
 
-def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float, y_NE: Tensor, delta_NE: Tensor | None = None) -> Tensor:
-    """``y = x / rms(x) * weight``; with ``delta_NE``, first ``x += delta`` in place. Fills and returns ``y_NE``.
+def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float, y_NE: Tensor) -> Tensor:
+    """``y = x / rms(x) * weight``; fills and returns ``y_NE``.
 
     Any leading dimensions; all contiguous and of one dtype. E up to 65,536: a row is one program.
     """
-    tensors = (x_NE, weight_E, y_NE) if delta_NE is None else (x_NE, weight_E, y_NE, delta_NE)
-    _require_contiguous(*tensors)
+    _require_contiguous(x_NE, weight_E, y_NE)
     width = weight_E.shape[0]
     padded = triton.next_power_of_2(width)
     _rms_norm_kernel[(x_NE.numel() // width,)](
-        x_NE, x_NE if delta_NE is None else delta_NE, weight_E, y_NE, eps, E=width, EP=padded,
-        ADD=delta_NE is not None, num_warps=min(16, max(1, padded // 256)),
+        x_NE, weight_E, y_NE, eps, E=width, EP=padded, num_warps=min(16, max(1, padded // 256)),
     )  # fmt: skip
     return y_NE
 

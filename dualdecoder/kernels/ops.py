@@ -15,10 +15,9 @@ from dualdecoder.config import DualDecoderConfig, ModelConfig
 from dualdecoder.host_store import HostStore
 from dualdecoder.kernels.commit import commit_step
 from dualdecoder.kernels.gather import gather_records
-from dualdecoder.kernels.scores import ScoreWorkspace, score_chunks
+from dualdecoder.kernels.selection import Selection
 from dualdecoder.kernels.slots import FetchList, SlotWorkspace, assign_slots, replace_all
 from dualdecoder.kernels.sparse_attention import Places, SparseAttentionWorkspace, sparse_attention
-from dualdecoder.kernels.top import TopWorkspace, select_top
 from dualdecoder.ledger import Ledger
 from dualdecoder.ops import Counting, LayerState
 
@@ -32,8 +31,7 @@ class TritonOps:
     ) -> None:  # fmt: skip
         heads, kv_heads = model.query_heads, model.kv_heads
         self.chunk = config.chunk
-        self.score_workspace = ScoreWorkspace.allocate(ledger, batch, rows, heads, kv_heads, chunks)
-        self.top_workspace = TopWorkspace.allocate(ledger, batch * rows * kv_heads, chunks, slots)
+        self.selection = Selection(ledger, model, batch=batch, rows=rows, chunks=chunks, count=slots)
         past = (slots + outliers) * config.chunk + config.window
         self.attention_workspace = SparseAttentionWorkspace.allocate(ledger, batch, kv_heads, model.head_dim, past)
         self.sets = ledger.on_device("workspace", (batch * rows * kv_heads * slots,), torch.int64)
@@ -57,18 +55,16 @@ class TritonOps:
         self.finds = self.replacements = 0
 
     def select(self, q_BRHD: Tensor, state: LayerState, count: int) -> Tensor:
-        batch, rows, heads = q_BRHD.shape[:3]
-        kv_heads, chunks = state.landmarks_BKND.shape[1:3]
-        sets_BRKS = _shaped(self.sets, (batch, rows, kv_heads, count))
-        scores = self.score_workspace
-        score_chunks(q_BRHD, state.landmarks_BKND, state.chunks_B, state.outliers_BKO, scores)
-        select_top(scores, state.chunks_B, heads // kv_heads, chunks, sets_BRKS, self.top_workspace)
-        return sets_BRKS
+        shape = (*q_BRHD.shape[:2], state.landmarks_BKND.shape[1], count)
+        return self.selection(q_BRHD, state, _shaped(self.sets, shape))
 
-    def find(self, wanted_BKS: Tensor, buffer: ChunkBuffer, counting: Counting) -> tuple[Tensor, FetchList]:
+    def find(
+        self, wanted_BKS: Tensor, buffer: ChunkBuffer, counting: Counting, in_place: bool = False
+    ) -> tuple[Tensor, FetchList]:
         misses = self.misses[self.finds]
         self.finds += 1
-        assign_slots(wanted_BKS, buffer.held_BKS, self.slot_BKS, misses, self.slot_workspace, counting)
+        tables = (buffer.held_BKS, self.slot_BKS, misses, self.slot_workspace)
+        assign_slots(wanted_BKS, *tables, counting, marks_missing=in_place)
         return self.slot_BKS, misses
 
     def replace(self, buffer: ChunkBuffer, chunk_BKS: Tensor) -> FetchList:
@@ -82,11 +78,11 @@ class TritonOps:
 
     def attend(
         self, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor, state: LayerState,
-        buffer: ChunkBuffer, chosen_BKS: Tensor, slot_BKS: Tensor,
+        buffer: ChunkBuffer, chosen_BKS: Tensor, slot_BKS: Tensor, host_AKNXCD: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         places = Places(
             buffer.records_BKSXCD, slot_BKS, chosen_BKS, state.outlier_records_BKOXCD, state.outliers_BKO,
-            state.window_BKXWD, self.start_B, state.length_B,
+            state.window_BKXWD, self.start_B, state.length_B, host_AKNXCD,
         )  # fmt: skip
         o_BRHD = _shaped(self.output, tuple(q_BRHD.shape))
         return sparse_attention(q_BRHD, k_BRKD, v_BRKD, places, self.attention_workspace, o_BRHD)

@@ -128,6 +128,7 @@ def _assign_slots_kernel(
     COUNTS: tl.constexpr,
     REMEMBERS: tl.constexpr,
     COMPARES: tl.constexpr,
+    MARKS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_Z: tl.constexpr,
 ):
@@ -175,7 +176,10 @@ def _assign_slots_kernel(
     tl.store(slot_after_ptr + held_Z, tl.zeros([BLOCK_Z], tl.int16), mask=filled_Z)
     tl.store(marked_ptr + wanted_S, tl.zeros([BLOCK_S], tl.int8), mask=real_S)
     tl.store(held_ptr + slot_S, wanted_S.to(tl.int64), mask=missing_S)
-    tl.store(slot_ptr + row + place_S, slot_S, mask=exists_S)
+    if MARKS:
+        tl.store(slot_ptr + row + place_S, tl.where(missing_S, -1, slot_S), mask=exists_S)
+    else:
+        tl.store(slot_ptr + row + place_S, slot_S, mask=exists_S)
     _append(entries_ptr, capacity, first, head, wanted_S, slot_S, missing_S, rank_S)
     if REMEMBERS:
         tl.store(predicted_ptr + row + place_S, following_S.to(tl.int64), mask=exists_S)
@@ -223,13 +227,15 @@ def assign_slots(
     workspace: SlotWorkspace,
     counting: Counting | None = None,
     *,
+    marks_missing: bool = False,
     num_warps: int = 8,
 ) -> None:
     """Find the wanted chunks in the buffer, give the missing ones slots, and append them to ``fetch``.
 
     wanted_BKS: int32 or int64, distinct chunks in any order, -1 for none; may be strided in B and K.
     held_BKZ: int64, distinct chunks that the slots hold (-1: empty); updated for the missing ones.
-    slot_BKS: int32, written; 0 where nothing is wanted. The caller zeroes ``fetch.count`` before.
+    slot_BKS: int32, written; 0 where nothing is wanted; with ``marks_missing``, -1 for the missing ones. The caller
+    zeroes ``fetch.count`` before.
     counting: what to count, and the tables to compare with and then overwrite.
     """
     batch, heads, selected = wanted_BKS.shape
@@ -249,6 +255,7 @@ def assign_slots(
         COUNTS=counting is not None,
         REMEMBERS=history is not None,
         COMPARES=history is not None and history.comparable,
+        MARKS=marks_missing,
         BLOCK_S=triton.next_power_of_2(selected),
         BLOCK_Z=triton.next_power_of_2(slots),
         num_warps=num_warps,

@@ -55,10 +55,12 @@ FP32_TUNING = Tuning(tile_tokens=32, num_warps=8, num_stages=3)
 class Places(NamedTuple):
     """Where the past lies. Entries below 0 in ``chosen_BKS`` and ``outlier_BKO`` are empty places.
 
-    records_BKVXCD: the chunk buffer; slot_BKS (int32): slot of each chosen chunk; chosen_BKS (int64), any
-        stride between sequences.
+    records_BKVXCD: the chunk buffer; slot_BKS (int32): slot of each chosen chunk, below 0 for one that is not in the
+        buffer; chosen_BKS (int64), any stride between sequences.
     outlier_records_BKOXCD, outlier_BKO (int64).
     window_BKXWD: position ``p`` in slot ``p % W``; it holds positions ``[start_B, length_B)`` (int64).
+    host_AKNXCD: all chunks, where those without a slot are read; page-locked host memory if the rest is on a GPU.
+        Sequence b reads those of b modulo A. None: every chosen chunk has a slot.
     """
 
     records_BKVXCD: Tensor
@@ -69,6 +71,7 @@ class Places(NamedTuple):
     window_BKXWD: Tensor
     start_B: Tensor
     length_B: Tensor
+    host_AKNXCD: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def _existing(
     token_T, slot_ptr, chosen_ptr, outlier_ptr, start, length, S: tl.constexpr, SO: tl.constexpr, W: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Slot of each selected token's chunk, and which tokens are real. Pointers are those of the head."""
+    """Slot and number of each selected token's chunk, and which tokens are real. Pointers are those of the head."""
     place_T = token_T // C
     slot_T = tl.load(slot_ptr + place_T, mask=place_T < S, other=0)
     listed_T = tl.where(place_T < S, chosen_ptr + place_T, outlier_ptr + (place_T - S))
@@ -121,18 +124,20 @@ def _existing(
     age_T = tl.where(age_T < 0, age_T + W, age_T)
     in_window_T = (ring_T >= 0) & (ring_T < W) & (age_T < length - start)
     own_T = (ring_T >= W) & (ring_T < W + R)
-    return slot_T, (chunk_T >= 0) | in_window_T | own_T
+    return slot_T, chunk_T, (chunk_T >= 0) | in_window_T | own_T
 
 
 @triton.jit
 def _addresses(
-    token_T, slot_T, records_ptr, outlier_records_ptr, window_ptr, k_ptr, v_ptr, k_stride_r, v_stride_r,
-    S: tl.constexpr, SO: tl.constexpr, W: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    token_T, slot_T, chunk_T, records_ptr, host_ptr, outlier_records_ptr, window_ptr, k_ptr, v_ptr, k_stride_r,
+    v_stride_r, S: tl.constexpr, SO: tl.constexpr, W: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Addresses of the tokens' keys and values. Pointers are those of the head."""
     place_T, in_chunk_T = token_T // C, (token_T % C) * D
     ring_T = token_T - SO * C
     buffer_T = records_ptr + slot_T.to(tl.int64) * (2 * C * D) + in_chunk_T
+    # A missing chunk comes over the link while the rest of the tile comes from the buffer.
+    buffer_T = tl.where(slot_T < 0, host_ptr + chunk_T.to(tl.int64) * (2 * C * D) + in_chunk_T, buffer_T)
     outlier_T = outlier_records_ptr + (place_T - S).to(tl.int64) * (2 * C * D) + in_chunk_T
     window_T = window_ptr + ring_T * D
     k_T = tl.where(place_T < S, buffer_T, tl.where(ring_T < 0, outlier_T, window_T))
@@ -189,8 +194,8 @@ def _merge(
 @triton.jit
 def _sparse_attention_kernel(
     q_ptr, k_ptr, v_ptr, records_ptr, slot_ptr, chosen_ptr, outlier_records_ptr, outlier_ptr, window_ptr,
-    start_ptr, length_ptr, partial_ptr, peak_ptr, total_ptr, arrived_ptr, o_ptr, scale, chosen_stride_b,
-    q_stride_b, q_stride_r, q_stride_h, k_stride_b, k_stride_r, k_stride_k, v_stride_b, v_stride_r, v_stride_k,
+    start_ptr, length_ptr, host_ptr, partial_ptr, peak_ptr, total_ptr, arrived_ptr, o_ptr, scale, chosen_stride_b,
+    q_stride_b, q_stride_r, q_stride_h, k_stride_b, k_stride_r, k_stride_k, v_stride_b, v_stride_r, v_stride_k, A, N,
     K: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, V: tl.constexpr, SO: tl.constexpr,
     W: tl.constexpr, C: tl.constexpr, D: tl.constexpr, Z: tl.constexpr, ZZ: tl.constexpr, M: tl.constexpr,
     MM: tl.constexpr, T: tl.constexpr, FACTOR: tl.constexpr,
@@ -209,12 +214,13 @@ def _sparse_attention_kernel(
     total_M, o_MD = tl.zeros((M,), tl.float32), tl.zeros((M, D), tl.float32)
     for tile in range(split * TILES // Z, (split + 1) * TILES // Z):
         token_T = tile * T + tl.arange(0, T)
-        slot_T, exists_T = _existing(
+        slot_T, chunk_T, exists_T = _existing(
             token_T, slot_ptr + head * S, chosen_ptr + b * chosen_stride_b + kv_head * S,
             outlier_ptr + head * (SO - S), start, length, S, SO, W, R, C,
         )  # fmt: skip
         key_T, value_T = _addresses(
-            token_T, slot_T, records_ptr + head * (V * 2 * C * D), outlier_records_ptr + head * ((SO - S) * 2 * C * D),
+            token_T, slot_T, chunk_T, records_ptr + head * (V * 2 * C * D),
+            host_ptr + (b % A * K + kv_head) * N * (2 * C * D), outlier_records_ptr + head * ((SO - S) * 2 * C * D),
             window_ptr + head * (2 * W * D), k_ptr + b * k_stride_b + kv_head * k_stride_k,
             v_ptr + b * v_stride_b + kv_head * v_stride_k, k_stride_r, v_stride_r, S, SO, W, C, D,
         )  # fmt: skip
@@ -258,12 +264,15 @@ def sparse_attention(
     batch, rows, heads, head_dim = q_BRHD.shape
     kv_heads, selected, chunk = k_BRKD.shape[2], places.chosen_BKS.shape[2], places.records_BKVXCD.shape[4]
     _check(q_BRHD, k_BRKD, v_BRKD, places, o_BRHD)
+    # Without a host store nothing lies in it, and any valid address will do.
+    host = places.records_BKVXCD if places.host_AKNXCD is None else places.host_AKNXCD
     tuning = tuning or (FP32_TUNING if q_BRHD.dtype == torch.float32 else DEFAULT_TUNING)
     splits, merged = workspace.splits, triton.next_power_of_2(rows * heads // kv_heads)
     _sparse_attention_kernel[(batch * kv_heads, splits)](
-        q_BRHD, k_BRKD, v_BRKD, *places, workspace.partial_BKZMD, workspace.peak_BKZM, workspace.total_BKZM,
+        q_BRHD, k_BRKD, v_BRKD, *places[:-1], host, workspace.partial_BKZMD, workspace.peak_BKZM, workspace.total_BKZM,
         workspace.arrived_BK, o_BRHD, head_dim**-0.5 * LOG2_E, places.chosen_BKS.stride(0),
         *q_BRHD.stride()[:3], *k_BRKD.stride()[:3], *v_BRKD.stride()[:3],
+        host.shape[0], host.shape[2],
         K=kv_heads, G=heads // kv_heads, R=rows, S=selected, V=places.records_BKVXCD.shape[2],
         SO=selected + places.outlier_BKO.shape[2], W=places.window_BKXWD.shape[3], C=chunk, D=head_dim, Z=splits,
         ZZ=min(triton.next_power_of_2(splits), MERGED_ROWS // merged), M=PADDED_ROWS, MM=merged,
@@ -288,5 +297,5 @@ def _check(q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor, places: Places, o_BRH
     last_dense = all(t.stride(-1) == 1 for t in (q_BRHD, k_BRKD, v_BRKD))
     # The selections of several rows lie side by side, so row 0's is strided.
     others = places._replace(chosen_BKS=places.chosen_BKS[0])
-    dense = all(t.is_contiguous() for t in (*others, o_BRHD))
+    dense = all(t is None or t.is_contiguous() for t in (*others, o_BRHD))
     require(last_dense and dense, "strides", "strided", "contiguous tensors; q, k, v in the last dimension")

@@ -52,13 +52,19 @@ HIGHEST = tl.constexpr(2**31 - 1)
 
 @dataclass(frozen=True)
 class TopWorkspace:
-    """Candidates of the segments (empty if rows are not cut). Serves all layers, but not two launches at a time."""
+    """Candidates of the segments (empty if rows are not cut). Serves all layers, but not two launches at a time.
+
+    shared: another kernel has the multiprocessors at the same time, so none can be had alone.
+    """
 
     candidates: Tensor
     segment: int
+    shared: bool = False
 
     @classmethod
-    def allocate(cls, ledger: Ledger, rows: int, chunks: int, count: int, segment: int = 0) -> TopWorkspace:
+    def allocate(
+        cls, ledger: Ledger, rows: int, chunks: int, count: int, segment: int = 0, shared: bool = False
+    ) -> TopWorkspace:
         """For launches of at most these sizes (``rows`` = B R K), booked under ``workspace``.
 
         ``segment``: chunks of one program, 0 for the most.
@@ -69,7 +75,7 @@ class TopWorkspace:
         require(ok, "segment", segment, f"a power of two, {SHORTEST_SEGMENT} to {MAX_SEGMENT}")
         segments = triton.cdiv(chunks, segment)
         size = rows * segments * count if segments > 1 else 0
-        return cls(ledger.on_device("workspace", (size,), torch.int32), segment)
+        return cls(ledger.on_device("workspace", (size,), torch.int32), segment, shared)
 
 
 @triton.jit
@@ -209,11 +215,12 @@ def select_top(
     _check(scores, group, chunks, out_BRKS, workspace)
     segments, S = triton.cdiv(chunks, workspace.segment), out_BRKS.shape[-1]
     if segments == 1:
-        _launch(scores, chunks_B, group, chunks, None, out_BRKS, out_BRKS.shape, 1, chunks)
+        _launch(scores, chunks_B, group, chunks, None, out_BRKS, out_BRKS.shape, 1, chunks, workspace.shared)
         return
     candidates = workspace.candidates
-    _launch(scores, chunks_B, group, chunks, None, candidates, out_BRKS.shape, segments, workspace.segment)
-    _launch(scores, chunks_B, group, chunks, candidates, out_BRKS, out_BRKS.shape, 1, segments * S)
+    shape, shared = out_BRKS.shape, workspace.shared
+    _launch(scores, chunks_B, group, chunks, None, candidates, shape, segments, workspace.segment, shared)
+    _launch(scores, chunks_B, group, chunks, candidates, out_BRKS, shape, 1, segments * S, shared)
 
 
 def _launch(
@@ -226,12 +233,13 @@ def _launch(
     shape: tuple[int, ...],
     segments: int,
     length: int,
+    shared: bool,
 ) -> None:
     """``length``: chunks or candidates of one program. ``shape``: B, R, K, S."""
     B, R, K, S = shape
     segment = max(SHORTEST_SEGMENT, triton.next_power_of_2(length))
     warps = max(FEWEST_WARPS, segment // (32 * KEYS_A_THREAD))
-    alone = B * K * R * segments <= MULTIPROCESSORS and warps <= 8
+    alone = not shared and B * K * R * segments <= MULTIPROCESSORS and warps <= 8
     spans = triton.cdiv(chunks, scores.span)
     _select_kernel[(segments, B * K * R)](
         scores.logits, scores.logsumexps, chunks_B, candidates, out, row_length(chunks), spans, length,

@@ -49,6 +49,14 @@ def test_own_predictions_change_nothing(tiny: Engine, prompts: list[list[int]], 
     assert_bit_equal(trace(start(tiny, prompts, STEPS, speculation=speculation, **OPTIONS)), truth)
 
 
+@pytest.mark.parametrize("quality", [0.0, 0.5])
+def test_reading_misses_in_place_changes_nothing(tiny, prompts, truth: Trace, quality: float) -> None:
+    run = start(tiny, prompts, STEPS, urgent="in_place", **OPTIONS)
+    run.method.rewrite = ForcedPredictor(truth, run.method, quality)
+    assert_bit_equal(trace(run), truth)
+    assert run.method.statistics()["urgent"] > 0
+
+
 def test_one_row_equals_two_rows_to_rounding(tiny: Engine, prompts: list[list[int]], truth: Trace) -> None:
     got = trace(start(tiny, prompts, STEPS, speculation="none", **OPTIONS))
     assert got.tokens == truth.tokens

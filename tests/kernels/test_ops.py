@@ -17,9 +17,9 @@ class TritonDualDecoder(DualDecoder):
         return self.triton_ops()
 
 
-@pytest.mark.parametrize("speculation", ["self", "none"])
-def test_steps_match_the_reference(device: str, speculation: str) -> None:
-    config = DualDecoderConfig(budget=32, window=48, speculation=speculation)
+@pytest.mark.parametrize(("speculation", "urgent"), [("self", "gather"), ("none", "gather"), ("self", "in_place")])
+def test_steps_match_the_reference(device: str, speculation: str, urgent: str) -> None:
+    config = DualDecoderConfig(budget=32, window=48, speculation=speculation, urgent=urgent)
     sizes = {"batch": len(PROMPTS), "context": 200, "dtype": torch.float32}
     reference, kernels = DualDecoder(SHAPE, config, **sizes), TritonDualDecoder(SHAPE, config, **sizes, device=device)
     torch.manual_seed(0)

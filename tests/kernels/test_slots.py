@@ -99,6 +99,20 @@ def held_afterwards(wanted_BKS: Tensor, held_BKZ: Tensor, slot_BKS: Tensor, miss
     return after_BKZ
 
 
+def test_missing_chunks_can_be_marked(device: str) -> None:
+    """Slot -1 for what is missing; the list, which still brings them to their slots, and the table stay the same."""
+    wanted_BKS, held_BKZ = torch.tensor([[[4, 1, NO_CHUNK, 5]]]), torch.tensor([[[1, 2, 3, 5]]])
+    results = []
+    for marks in (False, True):
+        slot = torch.full((1, 1, 4), POISON, dtype=torch.int32, device=device)
+        fetch, held = poisoned(4, device), held_BKZ.to(device)
+        workspace = workspace_of(wanted_BKS, 6, device)
+        slots.assign_slots(wanted_BKS.to(device), held, slot, fetch, workspace, marks_missing=marks)
+        results.append((slot.tolist(), listed(fetch), held.tolist()))
+    assert results[0][0] == [[[1, 0, 0, 3]]] and results[1][0] == [[[-1, 0, 0, 3]]]
+    assert results[0][1:] == results[1][1:] == ([(0, 4, 1)], [[[1, 4, 3, 5]]])
+
+
 @pytest.mark.parametrize("wanted", [[0, 1, 2], [2, 0, 1], [3, 4, 5], [NO_CHUNK] * 3])
 def test_edges(wanted: list[int], device: str) -> None:
     """All held (nothing moves), none held (everything is replaced), nothing wanted."""

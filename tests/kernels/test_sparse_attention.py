@@ -105,7 +105,7 @@ def make_case(shape: Shape, device: str, seed: int = 0) -> Case:
         with_holes(shape.outliers), normal(*lead, 2, shape.window, shape.head_dim), start, start + filled,
     )  # fmt: skip
     heads = fused.split((queries, shape.kv_heads, shape.kv_heads), dim=2)
-    return Case(shape, *heads, Places(*(t.contiguous().to(device) for t in places)))
+    return Case(shape, *heads, Places(*(t.contiguous().to(device) for t in places[:-1])))
 
 
 def gathered(case: Case) -> tuple[Tensor, Tensor]:
@@ -199,6 +199,26 @@ def test_row_0_of_a_selection_needs_no_copy(device: str) -> None:
     sets_BRKS = torch.stack((case.places.chosen_BKS, torch.full_like(case.places.chosen_BKS, -1)), dim=1)
     case.places = case.places._replace(chosen_BKS=sets_BRKS[:, 0])
     assert torch.equal(case.run(), first)
+
+
+def test_chunks_without_a_slot_are_read_from_the_host_store(device: str) -> None:
+    """Bit by bit what the buffer gives. Two sequences share a host sequence, and so their chunks and records."""
+    case = make_case(Shape(batch=2, dtype=torch.float16, chunk=8, head_dim=64), device)
+    p, shape = case.places, case.shape
+    for tensor in (p.records_BKVXCD, p.slot_BKS, p.chosen_BKS):
+        tensor[1] = tensor[0]
+    p.chosen_BKS.copy_(torch.arange(shape.selected, 0, -1).expand(p.chosen_BKS.shape))
+    expected = case.run()
+    host = torch.full((1, shape.kv_heads, shape.selected + 1, 2, shape.chunk, shape.head_dim), NAN, dtype=torch.float16)
+    slot_BKS, records_BKVXCD = p.slot_BKS.clone(), p.records_BKVXCD.clone()
+    for k in range(shape.kv_heads):
+        for s in range(0, shape.selected, 2):
+            host[0, k, p.chosen_BKS[0, k, s]] = records_BKVXCD[0, k, slot_BKS[0, k, s]].cpu()
+            records_BKVXCD[:, k, slot_BKS[0, k, s]] = NAN
+    slot_BKS[..., ::2] = -1
+    host = host.pin_memory() if device == "cuda" else host
+    case.places = p._replace(slot_BKS=slot_BKS, records_BKVXCD=records_BKVXCD, host_AKNXCD=host)
+    assert torch.equal(case.run(), expected)
 
 
 @pytest.mark.parametrize(("heads", "tokens", "expected"), [(8, 2496, 16), (128, 2496, 4), (3000, 2496, 1), (1, 8, 1)])
