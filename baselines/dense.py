@@ -1,4 +1,6 @@
-"""Exact attention over a dense cache and the commit of the new token: in PyTorch, and on a GPU in one Triton kernel.
+"""What methods with a dense cache share: exact attention over it and the commit of the new token, and their lengths.
+
+Attention and commit are PyTorch on a CPU, and on a GPU one Triton kernel.
 
 Suffixes: A sequences of the home, B sequences, R rows, H query heads, K KV heads, D head size, P tokens of capacity,
 X = K and V.
@@ -14,6 +16,7 @@ from torch import Tensor
 from dualdecoder.attention import step_attention
 from dualdecoder.config import ModelConfig
 from dualdecoder.ledger import Ledger
+from dualdecoder.method import KVMethod
 
 
 class DenseAttention(Protocol):
@@ -81,3 +84,30 @@ class TritonDenseAttention:
         cache = Cache(past_BKXPD, home_AKXPD, length_B, commit_B)
         o_BRHD = self.output[: q_BRHD.numel()].view(q_BRHD.shape)
         return dense_attention(q_BRHD, k_BRKD, v_BRKD, cache, self.workspace, o_BRHD)
+
+
+class DenseMethod(KVMethod):
+    """A method whose every step attends to all tokens; subclasses say where these lie."""
+
+    devices = ("cpu", "cuda")
+
+    def allocate(self) -> None:
+        self.length_B = self.ledger.on_device("tables", (self.batch,), torch.int64)
+        self.attention = dense_attention_for(
+            self.device_type, self.model, self.batch, self.rows, self.context, self.dtype, self.ledger
+        )
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int, int]:
+        """One layer's cache of one sequence, ``[K, 2, P, D]``: attention reads a head's keys, then its values."""
+        return (self.model.kv_heads, 2, self.context, self.model.head_dim)
+
+    def begin_step(self, rows: int, commit_B: Tensor) -> None:
+        self.commit_B = commit_B
+
+    def end_step(self) -> None:
+        self.length_B += self.commit_B
+
+    def read_bytes(self) -> int:
+        token_bytes = self.model.layers * self.model.kv_heads * 2 * self.model.head_dim * self.dtype.itemsize
+        return int(self.length_B.sum()) * token_bytes

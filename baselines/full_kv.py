@@ -1,6 +1,6 @@
 """Dense KV on the device: the exact reference, limited by memory.
 
-Suffixes: B sequences, R rows, T tokens, H query heads, K KV heads, D head size, P tokens of capacity, X = K and V.
+Suffixes: B sequences, R rows, T tokens, H query heads, K KV heads, D head size.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baselines.dense import dense_attention_for
+from baselines.dense import DenseMethod
 from dualdecoder.config import MethodConfig
 from dualdecoder.errors import require
-from dualdecoder.method import Capabilities, KVMethod
+from dualdecoder.method import Capabilities
 
 
 @dataclass(frozen=True)
@@ -21,23 +21,17 @@ class FullKVConfig(MethodConfig):
     """Full KV has no settings."""
 
 
-class FullKV(KVMethod):
+class FullKV(DenseMethod):
     """All keys and values of all tokens on the device; every step attends to all of them."""
 
     config_class = FullKVConfig
     capabilities = Capabilities(exact=True, recalls=True, offloads=False)
-    devices = ("cpu", "cuda")
     graphable = True
 
     def allocate(self) -> None:
-        model, ledger = self.model, self.ledger
-        # A KV head's keys lie together, then its values: attention reads both as two dense streams.
-        shape = (self.batch, model.kv_heads, 2, self.context, model.head_dim)
-        self.kv = [ledger.on_device("kv", shape, self.dtype) for _ in range(model.layers)]
-        self.length_B = ledger.on_device("tables", (self.batch,), torch.int64)
-        self.attention = dense_attention_for(
-            self.device_type, model, self.batch, self.rows, self.context, self.dtype, ledger
-        )
+        super().allocate()
+        shape = (self.batch, *self.cache_shape)
+        self.kv = [self.ledger.on_device("kv", shape, self.dtype) for _ in range(self.model.layers)]
 
     def prefill_layer(
         self, sequence: int, layer: int, q_THD: Tensor, k_pre_rope_TKD: Tensor, k_TKD: Tensor, v_TKD: Tensor
@@ -45,19 +39,9 @@ class FullKV(KVMethod):
         self.kv[layer][sequence, :, :, : len(k_TKD)] = torch.stack((k_TKD, v_TKD)).permute(2, 0, 1, 3)
         self.length_B[sequence] = len(k_TKD)
 
-    def begin_step(self, rows: int, commit_B: Tensor) -> None:
-        self.commit_B = commit_B
-
     def attend(self, layer: int, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor) -> Tensor:
         kv = self.kv[layer]
         return self.attention(q_BRHD, k_BRKD, v_BRKD, kv, kv, self.length_B, self.commit_B)
-
-    def end_step(self) -> None:
-        self.length_B += self.commit_B
-
-    def read_bytes(self) -> int:
-        token_bytes = self.kv[0][0, :, :, 0].nbytes * self.model.layers
-        return int(self.length_B.sum()) * token_bytes
 
     def fill_synthetic(self, tokens: int, seed: int = 0) -> None:
         """Random keys and values in place."""

@@ -16,7 +16,7 @@ GIB = 2**30
 MIB = 2**20
 # What a reader looks for first; all others follow by name.
 ORDERS = {
-    "method": ("ideal", "full_kv", "dualdecoder"),
+    "method": ("ideal", "full_kv", "dualdecoder", "full_offload"),
     "speculation": ("self", "random_first", "random"),
     "task": ("niah_*", "vt", "cwe"),
 }
