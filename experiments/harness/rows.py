@@ -40,6 +40,8 @@ INTERVAL = Kind("two numbers [low, high]", lambda value: _is_numbers(value) and 
 FRACTION = Kind("a number from 0 to 1", _is_fraction)
 PERCENT = Kind("a number from 0 to 100", lambda value: _is_number(value) and 0 <= value <= 100)
 BYTES = Kind("numbers by category", _is_bytes)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+CAPABILITIES = Kind("what a method can promise, by name", lambda value: isinstance(value, dict))
 SCOPE = Kind("all, layer or step", lambda value: value in ("all", "layer", "step"))
 
 ROW_FIELDS: dict[str, dict[str, Kind]] = {
@@ -110,6 +112,25 @@ ROW_FIELDS: dict[str, dict[str, Kind]] = {
         "step_ms": NUMBERS,
         "hit_rate": FRACTION,
         "gpu": BYTES,
+    },
+    "method_time": {
+        **dict.fromkeys(("model", "dtype", "method", "outcome"), TEXT),
+        **dict.fromkeys(("context", "batch"), NUMBER),
+        # Empty where a method did not fit into memory, and `problem` is not.
+        **dict.fromkeys(("problem", "selection", "host_kv", "link_rate_of"), _optional(TEXT)),
+        **dict.fromkeys(("rows_per_step", "attended_tokens", "budget", "median_ms", "tokens_per_s"), _optional(NUMBER)),
+        **dict.fromkeys(("compute_ms", "link_bytes", "urgent_bytes", "prefetched_bytes"), _optional(NUMBER)),
+        **dict.fromkeys(("hbm_bytes", "copy_rate", "link_rate", "hbm_floor_ms", "link_floor_ms"), _optional(NUMBER)),
+        **dict.fromkeys(("efficiency",), _optional(NUMBER)),
+        "graph": _optional(FLAG),
+        "hit_rate": _optional(FRACTION),
+        "step_ms": _optional(NUMBERS),
+        "capabilities": _optional(CAPABILITIES),
+        **dict.fromkeys(("gpu", "host"), _optional(BYTES)),
+    },
+    "attention_time": {
+        **dict.fromkeys(("model", "dtype", "variant"), TEXT),
+        **dict.fromkeys(("context", "batch", "us", "bytes", "gb_s", "share_of_copy", "copy_rate", "error"), NUMBER),
     },
     "kernel_time": {
         **dict.fromkeys(("kernel", "variant"), TEXT),

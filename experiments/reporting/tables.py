@@ -10,7 +10,15 @@ import numpy as np
 import pandas as pd
 
 from experiments.reporting.collect import Section
-from experiments.reporting.gpu_tables import kernel_texts, prefill_texts, step_numbers, step_texts
+from experiments.reporting.gpu_tables import (
+    attention_texts,
+    kernel_texts,
+    method_numbers,
+    method_texts,
+    prefill_texts,
+    step_numbers,
+    step_texts,
+)
 
 GIB = 2**30
 MIB = 2**20
@@ -27,6 +35,9 @@ _LEFT = (
     "variant",
     "kernel",
     "method",
+    "outcome",
+    "selection",
+    "host_kv",
     "speculation",
     "task",
     "GPU GiB by category",
@@ -239,12 +250,18 @@ def _ruler_texts(table: pd.DataFrame) -> pd.DataFrame:
     return wide[list(columns)].fillna("-").rename_axis(columns=None).reset_index()
 
 
+def _method_time(rows: pd.DataFrame) -> pd.DataFrame:
+    return _arranged(method_numbers(rows), ["model", "dtype", "context", "batch", "method"])
+
+
 TABLES: dict[str, Table] = {
     "throughput": Table(_throughput, _throughput_texts, ("model", "dtype")),
     "residency": Table(_residency, _residency_texts, ("model", "dtype", "cap_bytes")),
     "prediction": Table(_prediction, _prediction_texts, ("model",)),
     "ruler": Table(_ruler, _ruler_texts, ("model",), unit=", score % (95 % interval)"),
     "step_time": Table(step_numbers, step_texts, ("model", "context", "selection", "host_kv")),
+    "method_time": Table(_method_time, method_texts, ("model", "dtype", "context")),
+    "attention_time": Table(lambda rows: rows, attention_texts, ("model", "dtype", "context")),
     "kernel_time": Table(lambda rows: rows, kernel_texts, ()),
     "prefill_time": Table(lambda rows: rows, prefill_texts, ("model",)),
 }

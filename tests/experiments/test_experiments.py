@@ -24,7 +24,7 @@ from experiments.reproduce import read_runs
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 EXPERIMENTS = ("throughput", "residency", "prediction", "ruler")
-GPU_EXPERIMENTS = ("step_time", "kernel_time", "prefill_time")
+GPU_EXPERIMENTS = ("step_time", "method_time", "attention_time", "kernel_time", "prefill_time")
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
 
@@ -49,9 +49,10 @@ def test_every_model_config_composes(experiment: str, model: str) -> None:
     named_shape(cfg.model.shape)
 
 
+@pytest.mark.parametrize("experiment", ["throughput", "method_time"])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_config_is_valid(method: str) -> None:
-    cfg = config("throughput", f"method={method}")
+def test_every_method_config_is_valid(experiment: str, method: str) -> None:
+    cfg = config(experiment, f"method={method}")
     assert cfg.method.name == method
     method_config(cfg.method.name, OmegaConf.to_container(cfg.method.options, resolve=True))
 
