@@ -1,4 +1,4 @@
-"""What a row of each experiment must hold: the contract between a measurement and the report."""
+"""What a row of each experiment's tables must hold: the contract between a measurement and the report."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,6 +92,12 @@ ROW_FIELDS: dict[str, dict[str, Kind]] = {
         "budget": NUMBER,
         "steps": NUMBER,
     },
+    "prediction_cache": {
+        **dict.fromkeys(("prompt", "speculation", "model", "cache"), TEXT),
+        **dict.fromkeys(("context", "budget", "steps", "capacity", "prefetched"), NUMBER),
+        "prefetch": FLAG,
+        "misses": FRACTION,
+    },
     "ruler": {
         "task": TEXT,
         "length": NUMBER,
@@ -143,12 +149,17 @@ ROW_FIELDS: dict[str, dict[str, Kind]] = {
 }
 
 
+def table_of(experiment: str, row: dict[str, Any]) -> str:
+    """The table that a row of an experiment belongs to: its own, or that of its kind of row."""
+    return f"{experiment}_cache" if row.get("scope") == "cache" else experiment
+
+
 def row_problem(experiment: str, rows: list[Any]) -> tuple[str, str] | None:
-    """The first fault in `rows` as (field, problem), or None; an experiment not listed above may hold any rows."""
+    """The first fault in `rows` as (field, problem), or None; a table not listed above may hold any rows."""
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             return f"rows[{index}]", "must be an object"
-        for name, kind in ROW_FIELDS.get(experiment, {}).items():
+        for name, kind in ROW_FIELDS.get(table_of(experiment, row), {}).items():
             if name not in row:
                 return f"rows[{index}].{name}", f"is missing; it must be {kind.words}"
             if not kind.accepts(row[name]):

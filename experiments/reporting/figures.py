@@ -178,6 +178,25 @@ def _prediction(axes: list[Axes], table: pd.DataFrame) -> None:
         axis.set_ylim(10 * np.floor(lowest / 10) - 2, 102)
 
 
+def _caches(axes: list[Axes], table: pd.DataFrame) -> None:
+    lru = table[table["cache"] == "LRU"].sort_values("capacity")
+    seeds = list(table["speculation"].unique())
+    # What a cache misses without prediction depends on the real row only.
+    alone = lru[~lru["prefetch"].astype(bool) & (lru["speculation"] == seeds[0])]
+    axes[0].plot(alone["capacity"], 100 * alone["misses"], label="no prediction", **_REUSE)
+    for number, seed in enumerate(seeds):
+        ahead = lru[lru["prefetch"].astype(bool) & (lru["speculation"] == seed)]
+        axes[0].plot(ahead["capacity"], 100 * ahead["misses"], label=f"prefetching, {seed}", **_line(number))
+        axes[1].plot(ahead["capacity"], 100 * ahead["prefetched"], label=f"prefetched, {seed}", **_line(number))
+    _title(axes[0], "Missing when needed")
+    _title(axes[1], "Fetched ahead")
+    for axis in axes:
+        axis.set_xlabel("capacity of the LRU cache, multiples of the budget")
+        axis.set_ylabel("% of the selection")
+        axis.set_ylim(bottom=0)
+        _legend(axis)
+
+
 def _by_seed(axis: Axes, table: pd.DataFrame, over: str, seeds: list[str]) -> None:
     for number, seed in enumerate(seeds):
         _curve(axis, table[table["speculation"] == seed], over, "kv_accuracy", seed, _line(number))
@@ -264,6 +283,7 @@ DRAWINGS: dict[str, Drawing] = {
     "throughput": Drawing(_throughput, 1, ("model", "dtype")),
     "residency": Drawing(_residency, 3, ("model", "dtype", "cap_bytes", "batch")),
     "prediction": Drawing(_prediction, 3, ("model", "prompt", "context", "budget")),
+    "prediction_cache": Drawing(_caches, 2, ("model", "prompt", "context", "budget")),
     "ruler": Drawing(_ruler, 1, ("model",)),
 }
 

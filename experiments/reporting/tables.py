@@ -26,6 +26,7 @@ MIB = 2**20
 ORDERS = {
     "method": ("ideal", "full_kv", "dualdecoder", "full_offload"),
     "speculation": ("self", "random_first", "random"),
+    "cache": ("last set", "LRU"),
     "task": ("niah_*", "vt", "cwe"),
 }
 # Below this share of the total a category is not worth a name.
@@ -39,6 +40,7 @@ _LEFT = (
     "selection",
     "host_kv",
     "speculation",
+    "cache",
     "task",
     "GPU GiB by category",
     "kind",
@@ -228,6 +230,30 @@ def _prediction_texts(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def _caches(rows: pd.DataFrame) -> pd.DataFrame:
+    return _arranged(rows, ["model", "prompt", "context", "budget", "speculation", "cache", "capacity", "prefetch"])
+
+
+def _cache_texts(table: pd.DataFrame) -> pd.DataFrame:
+    """One line per cache, what it misses without prefetching beside what it misses with it."""
+    keys = ["prompt", "context", "budget", "speculation", "cache", "capacity"]
+    without, ahead = (table[table["prefetch"] == flag].set_index(keys) for flag in (False, True))
+    both = without[["misses"]].join(ahead[["prefetched"]].assign(ahead=ahead["misses"])).reset_index()
+    return pd.DataFrame(
+        {
+            "prompt": both["prompt"],
+            "context": [length_text(value) for value in both["context"]],
+            "budget": _fixed(both["budget"], 0),
+            "speculation": both["speculation"],
+            "cache": both["cache"],
+            "capacity": [f"{value:g}x" for value in both["capacity"]],
+            "misses %": _percent(both["misses"]),
+            "misses with prefetch %": _percent(both["ahead"]),
+            "prefetched %": _percent(both["prefetched"]),
+        }
+    )
+
+
 def _ruler(rows: pd.DataFrame) -> pd.DataFrame:
     ends = {"ci95_low": [ends[0] for ends in rows["ci95"]], "ci95_high": [ends[1] for ends in rows["ci95"]]}
     # Single answers stay in the records.
@@ -258,6 +284,7 @@ TABLES: dict[str, Table] = {
     "throughput": Table(_throughput, _throughput_texts, ("model", "dtype")),
     "residency": Table(_residency, _residency_texts, ("model", "dtype", "cap_bytes")),
     "prediction": Table(_prediction, _prediction_texts, ("model",)),
+    "prediction_cache": Table(_caches, _cache_texts, ("model",), unit=", % of the selection"),
     "ruler": Table(_ruler, _ruler_texts, ("model",), unit=", score % (95 % interval)"),
     "step_time": Table(step_numbers, step_texts, ("model", "context", "selection", "host_kv")),
     "method_time": Table(_method_time, method_texts, ("model", "dtype", "context")),

@@ -101,11 +101,22 @@ def test_prediction_rows(loaded, prompt: str) -> None:
     assert row_problem("prediction", rows) is None
     for speculation in ("self", "random_first", "random"):
         of_kind = [row for row in rows if row["speculation"] == speculation]
-        assert [row["scope"] for row in of_kind] == ["all"] + ["layer"] * 30 + ["step"] * 5
+        assert [row["scope"] for row in of_kind] == ["all"] + ["layer"] * 30 + ["step"] * 5 + ["cache"] * 10
         total, steps = of_kind[0], [row for row in of_kind if row["scope"] == "step"]
         # Every step selects the same number of chunks, so the mean over steps is the overall share.
         assert sum(row["kv_accuracy"] for row in steps) / 5 == pytest.approx(total["kv_accuracy"])
         assert sum(row["token_accuracy"] for row in steps) / 5 == pytest.approx(total["token_accuracy"])
+        _check_caches(total, [row for row in of_kind if row["scope"] == "cache"])
+
+
+def _check_caches(total: dict, rows: list[dict]) -> None:
+    """The method's counters and the simulator agree; larger caches miss less."""
+    for prefetch, share in ((False, "reuse"), (True, "kv_accuracy")):
+        last, *lru = [row for row in rows if row["prefetch"] == prefetch]
+        assert (last["cache"], [row["capacity"] for row in lru]) == ("last set", [1, 1.5, 2, 4])
+        assert last["misses"] == lru[0]["misses"] == pytest.approx(1 - total[share])
+        misses = [row["misses"] for row in lru]
+        assert misses == sorted(misses, reverse=True)
 
 
 def test_ruler_rows(loaded) -> None:
@@ -131,6 +142,7 @@ def test_ruler_rows(loaded) -> None:
         (prediction, ["prompt=poem"], "prompt"),
         (prediction, ["prompt=question", "context=20"], "context"),
         (prediction, ["steps=1"], "steps"),
+        (prediction, ["capacities=[0.5]"], "capacities"),
         (residency, ["batch=0"], "batch"),
         (residency, ["budget=7"], "budget"),
     ],
