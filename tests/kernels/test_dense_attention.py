@@ -9,9 +9,11 @@ from torch import Tensor
 from baselines.dense import ReferenceDenseAttention
 from baselines.kernels.dense_attention import DEFAULT_TUNING, Cache, allocate_workspace, dense_attention, wanted_splits
 from dualdecoder.attention import step_attention
+from dualdecoder.config import ModelConfig
 from dualdecoder.errors import ConfigError
 from dualdecoder.kernels.sparse_attention import SparseAttentionWorkspace
 from dualdecoder.ledger import Ledger
+from dualdecoder.method import method_class, method_config
 
 NAN = float("nan")
 # Relative error of a head's output; the interpreter truncates when it converts to bf16.
@@ -163,6 +165,31 @@ def test_the_workspace_can_be_used_again(device: str) -> None:
     first = case.run(workspace)
     assert workspace.arrived_BK.count_nonzero() == 0
     assert torch.equal(case.run(workspace), first)
+
+
+@pytest.mark.parametrize("name", ["full_kv", "full_offload"])
+def test_methods_give_the_same_with_the_kernel(name: str, device: str) -> None:
+    """A ragged batch over several steps, of which not every sequence commits in every one."""
+    model = ModelConfig("toy", 3, 64, 64, 6, 2, 16, 64, 4096)
+
+    def outputs(place: str, device_type: str) -> list[Tensor]:
+        g, sizes = torch.Generator().manual_seed(0), {"batch": 2, "context": 40, "dtype": torch.float32}
+        method = method_class(name)(model, method_config(name, {}), **sizes, device=place, planned_for=device_type)
+        for b, tokens in enumerate((33, 9)):
+            for layer in range(model.layers):
+                tensors = (torch.randn(tokens, heads, 16, generator=g).to(place) for heads in (6, 2, 2, 2))
+                method.prefill_layer(b, layer, *tensors)
+        made = []
+        for step in range(4):
+            method.begin_step(1, torch.tensor([step != 1, step != 2], device=place))
+            for layer in range(model.layers):
+                q, k, v = (torch.randn(2, 1, heads, 16, generator=g).to(place) for heads in (6, 2, 2))
+                made.append(method.attend(layer, q, k, v).clone().cpu())
+            method.end_step()
+        return made
+
+    for got, expected in zip(outputs(device, "cuda"), outputs("cpu", "cpu"), strict=True):
+        assert_close(got, expected)
 
 
 @pytest.mark.parametrize(
