@@ -22,7 +22,7 @@ from torch import Tensor
 from dualdecoder.errors import require
 from dualdecoder.prefill import PrefillSnapshot
 from dualdecoder.telemetry import FIELDS
-from experiments.harness.cache_simulation import Shares, last_set_shares, lru_shares
+from experiments.harness.cache_simulation import Shares, last_set_shares, lru_shares, optimal_shares
 from experiments.harness.points import run_point
 from experiments.harness.workload import engine_for, manual_prompt, progress, question_prompt, require_positive
 from experiments.reporting.terminal import show_point
@@ -114,12 +114,16 @@ def trace(cfg: DictConfig, snapshot: PrefillSnapshot, speculation: str) -> Trace
 def _cache_rows(cfg: DictConfig, seen: Trace, speculation: str) -> list[dict[str, Any]]:
     """Misses with nothing but the last set, and with caches of multiples of the budget, without and with prefetch."""
     true_THS, predicted_THS = seen.sets()
+    sizes = [(multiple, round(multiple * true_THS.shape[-1])) for multiple in cfg.capacities]
     rows = []
     for prefetch, fetched in ((False, None), (True, predicted_THS)):
         rows.append(_cache_row(speculation, "last set", 1, prefetch, last_set_shares(true_THS, fetched)))
-        for multiple in cfg.capacities:
-            shares = lru_shares(true_THS, seen.chunks, round(multiple * true_THS.shape[-1]), fetched)
+        for multiple, size in sizes:
+            shares = lru_shares(true_THS, seen.chunks, size, fetched)
             rows.append(_cache_row(speculation, "LRU", multiple, prefetch, shares))
+    for multiple, size in sizes:
+        shares = optimal_shares(true_THS, seen.chunks, size)
+        rows.append(_cache_row(speculation, "optimum", multiple, False, shares))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Misses of chunk caches on recorded selections: least recently used, with and without prefetching a prediction.
+"""Misses of chunk caches on recorded selections: least recently used, with and without prefetching, and the optimum.
 
 A step asks for a whole set at once: what the cache holds of it are hits, what it lacks is fetched, then the cache drops
 its least recently used chunks down to its capacity. Prefetching a prediction is the same without counting misses.
@@ -38,7 +38,7 @@ class ChunkCache:
         A set may be at most as large as the capacity and may list no chunk twice.
         """
         assert chunk_HS.shape[1] <= self.capacity, "a set that does not fit"
-        place_HS = np.where(chunk_HS < 0, self.used_HN.shape[1] - 1, chunk_HS)
+        place_HS = _places(chunk_HS, self.used_HN.shape[1] - 1)
         missing = int(((np.take_along_axis(self.used_HN, place_HS, axis=1) == NEVER) & (chunk_HS >= 0)).sum())
         now_HS = np.broadcast_to(self.clock + np.arange(chunk_HS.shape[1]), chunk_HS.shape)
         np.put_along_axis(self.used_HN, place_HS, now_HS, axis=1)
@@ -58,6 +58,11 @@ class ChunkCache:
             self.used_HN[self.used_HN < oldest_H1] = NEVER
 
 
+def _places(chunk_HS: np.ndarray, spare: int) -> np.ndarray:
+    """Columns of the chunks; empty places go to a spare one."""
+    return np.where(chunk_HS < 0, spare, chunk_HS)
+
+
 def lru_shares(true_THS: np.ndarray, chunks: int, capacity: int, predicted_THS: np.ndarray | None = None) -> Shares:
     """A cache of ``capacity`` chunks a head; after step t, ``predicted_THS[t]`` is fetched for step t + 1 if given."""
     cache = ChunkCache(true_THS.shape[1], chunks, capacity)
@@ -68,6 +73,30 @@ def lru_shares(true_THS: np.ndarray, chunks: int, capacity: int, predicted_THS: 
         if predicted_THS is not None and step + 1 < len(true_THS):
             prefetched += cache.touch(predicted_THS[step])
     return _shares(true_THS, misses, prefetched)
+
+
+def optimal_shares(true_THS: np.ndarray, chunks: int, capacity: int) -> Shares:
+    """The fewest misses that any cache of that capacity without prefetch can have (Belady, 1966).
+
+    It drops the chunks whose next use is farthest away, and so has to know all selections to come.
+    """
+    next_use_HN = np.full((true_THS.shape[1], chunks + 1), len(true_THS))
+    following = [next_use_HN]
+    for step in range(len(true_THS) - 1, 0, -1):
+        next_use_HN = next_use_HN.copy()
+        np.put_along_axis(next_use_HN, _places(true_THS[step], chunks), step, axis=1)
+        following.append(next_use_HN)
+    held_HN, misses = np.zeros(next_use_HN.shape, dtype=bool), 0
+    for step, true_HS in enumerate(true_THS):
+        place_HS = _places(true_HS, chunks)
+        missing_HS = ~np.take_along_axis(held_HN, place_HS, axis=1) & (true_HS >= 0)
+        misses += int(missing_HS.sum()) if step else 0
+        np.put_along_axis(held_HN, place_HS, True, axis=1)
+        # What is not held, and the column of empty places, is what is dropped first.
+        held_HN[:, -1] = False
+        order_HN = np.where(held_HN, following.pop(), len(true_THS) + 1).argsort(axis=1, kind="stable")
+        np.put_along_axis(held_HN, order_HN[:, capacity:], False, axis=1)
+    return _shares(true_THS, misses, 0)
 
 
 def last_set_shares(true_THS: np.ndarray, predicted_THS: np.ndarray | None = None) -> Shares:

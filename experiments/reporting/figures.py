@@ -179,13 +179,15 @@ def _prediction(axes: list[Axes], table: pd.DataFrame) -> None:
 
 
 def _caches(axes: list[Axes], table: pd.DataFrame) -> None:
-    lru = table[table["cache"] == "LRU"].sort_values("capacity")
     seeds = list(table["speculation"].unique())
+    table = table.sort_values("capacity").assign(prefetch=table["prefetch"].astype(bool))
     # What a cache misses without prediction depends on the real row only.
-    alone = lru[~lru["prefetch"].astype(bool) & (lru["speculation"] == seeds[0])]
-    axes[0].plot(alone["capacity"], 100 * alone["misses"], label="no prediction", **_REUSE)
+    alone = table[~table["prefetch"] & (table["speculation"] == seeds[0])]
+    for cache, label, style in (("LRU", "no prediction", _REUSE), ("optimum", "optimum without prefetch", _OPTIMUM)):
+        line = alone[alone["cache"] == cache]
+        axes[0].plot(line["capacity"], 100 * line["misses"], label=label, **style)
     for number, seed in enumerate(seeds):
-        ahead = lru[lru["prefetch"].astype(bool) & (lru["speculation"] == seed)]
+        ahead = table[table["prefetch"] & (table["cache"] == "LRU") & (table["speculation"] == seed)]
         axes[0].plot(ahead["capacity"], 100 * ahead["misses"], label=f"prefetching, {seed}", **_line(number))
         axes[1].plot(ahead["capacity"], 100 * ahead["prefetched"], label=f"prefetched, {seed}", **_line(number))
     _title(axes[0], "Missing when needed")
@@ -279,6 +281,7 @@ def _line(number: int) -> dict[str, Any]:
 
 
 _REUSE: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1}
+_OPTIMUM: dict[str, Any] = {"color": "black", "linestyle": ":", "linewidth": 1}
 DRAWINGS: dict[str, Drawing] = {
     "throughput": Drawing(_throughput, 1, ("model", "dtype")),
     "residency": Drawing(_residency, 3, ("model", "dtype", "cap_bytes", "batch")),

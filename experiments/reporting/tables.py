@@ -26,7 +26,7 @@ MIB = 2**20
 ORDERS = {
     "method": ("ideal", "full_kv", "dualdecoder", "full_offload"),
     "speculation": ("self", "random_first", "random"),
-    "cache": ("last set", "LRU"),
+    "cache": ("last set", "LRU", "optimum"),
     "task": ("niah_*", "vt", "cwe"),
 }
 # Below this share of the total a category is not worth a name.

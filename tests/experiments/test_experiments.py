@@ -101,7 +101,7 @@ def test_prediction_rows(loaded, prompt: str) -> None:
     assert row_problem("prediction", rows) is None
     for speculation in ("self", "random_first", "random"):
         of_kind = [row for row in rows if row["speculation"] == speculation]
-        assert [row["scope"] for row in of_kind] == ["all"] + ["layer"] * 30 + ["step"] * 5 + ["cache"] * 10
+        assert [row["scope"] for row in of_kind] == ["all"] + ["layer"] * 30 + ["step"] * 5 + ["cache"] * 14
         total, steps = of_kind[0], [row for row in of_kind if row["scope"] == "step"]
         # Every step selects the same number of chunks, so the mean over steps is the overall share.
         assert sum(row["kv_accuracy"] for row in steps) / 5 == pytest.approx(total["kv_accuracy"])
@@ -110,13 +110,17 @@ def test_prediction_rows(loaded, prompt: str) -> None:
 
 
 def _check_caches(total: dict, rows: list[dict]) -> None:
-    """The method's counters and the simulator agree; larger caches miss less."""
+    """The method's counters and the simulator agree; larger caches miss less, and none less than the optimum."""
+
+    def misses(cache: str, prefetch: bool = False) -> list[float]:
+        return [row["misses"] for row in rows if (row["cache"], row["prefetch"]) == (cache, prefetch)]
+
+    assert [row["capacity"] for row in rows] == [1, 1, 1.5, 2, 4] * 2 + [1, 1.5, 2, 4]
     for prefetch, share in ((False, "reuse"), (True, "kv_accuracy")):
-        last, *lru = [row for row in rows if row["prefetch"] == prefetch]
-        assert (last["cache"], [row["capacity"] for row in lru]) == ("last set", [1, 1.5, 2, 4])
-        assert last["misses"] == lru[0]["misses"] == pytest.approx(1 - total[share])
-        misses = [row["misses"] for row in lru]
-        assert misses == sorted(misses, reverse=True)
+        lru = misses("LRU", prefetch)
+        assert misses("last set", prefetch) == [lru[0]] == [pytest.approx(1 - total[share])]
+        assert lru == sorted(lru, reverse=True)
+    assert all(best <= lru for best, lru in zip(misses("optimum"), misses("LRU"), strict=True))
 
 
 def test_ruler_rows(loaded) -> None:

@@ -1,11 +1,13 @@
 """The cache simulator against lists kept in order of use, one head at a time."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.harness.cache_simulation import ChunkCache, Shares, last_set_shares, lru_shares
+from experiments.harness.cache_simulation import ChunkCache, Shares, last_set_shares, lru_shares, optimal_shares
 
 
 class ListCache:
@@ -101,3 +103,29 @@ def test_a_perfect_prediction_leaves_no_miss() -> None:
         assert shares.misses == 0
         # What would have been missed is fetched all the same, only ahead.
         assert shares.prefetched == lru_shares(true, 20, capacity).misses
+
+
+def fewest_misses(sets: list[list[int]], capacity: int) -> int:
+    """Of all ways to choose what stays after each step, the one with the fewest misses from the second step on."""
+    best = {frozenset(): 0}
+    for t, wanted in enumerate(sets):
+        real = {chunk for chunk in wanted if chunk >= 0}
+        reached: dict[frozenset[int], int] = {}
+        for held, misses in best.items():
+            now, cost = held | real, misses + (len(real - held) if t else 0)
+            for kept in combinations(sorted(now), min(capacity, len(now))):
+                key = frozenset(kept)
+                reached[key] = min(cost, reached.get(key, cost))
+        best = reached
+    return min(best.values())
+
+
+@settings(max_examples=60)
+@given(traces())
+def test_the_optimum_is_that_of_all_choices(trace) -> None:
+    true_THS, _, chunks, capacity = trace
+    selected = int((true_THS[1:] >= 0).sum())
+    if selected:
+        by_head = [fewest_misses(true_THS[:, h].tolist(), capacity) for h in range(true_THS.shape[1])]
+        assert optimal_shares(true_THS, chunks, capacity) == Shares(sum(by_head) / selected, 0)
+        assert optimal_shares(true_THS, chunks, capacity).misses <= lru_shares(true_THS, chunks, capacity).misses

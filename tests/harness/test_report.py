@@ -325,19 +325,19 @@ def test_caches_have_a_table_and_a_figure_of_their_own(put, rows, tmp_path: Path
         for cache in (("LRU", 1.5), ("LRU", 1), ("last set", 1))
         for prefetch in (True, False)
     ]
+    caches.append(cached("self", "optimum", 1, False, 0.2))
     put("prediction", rows=[*caches, *rows["prediction"]])
     build_report(tmp_path)
-    assert [line[3:] for line in lines(tmp_path, "prediction_cache")] == [
-        [seed, cache, capacity, "30.0", "5.0", "21.0"]
-        for seed in ("self", "random")
-        for cache, capacity in (("last set", "1x"), ("LRU", "1x"), ("LRU", "1.5x"))
-    ]
+    caches = ["last set 1x", "LRU 1x", "LRU 1.5x"]
+    expected = [f"{seed} {cache} 30.0 5.0 21.0" for seed in ("self", "random") for cache in caches]
+    expected.insert(3, "self optimum 1x 20.0 - -")
+    assert [" ".join(line[3:]) for line in lines(tmp_path, "prediction_cache")] == expected
     assert "| 1K | 256 | 16 | self | 70.0 | 88.0 | - |" in text(tmp_path, "prediction")
     assert "LRU" not in text(tmp_path, "prediction")
     missing, ahead = axes(tmp_path, "prediction_cache")
-    assert legend(missing) == ["no prediction", "prefetching, self", "prefetching, random"]
+    assert legend(missing) == ["no prediction", "optimum without prefetch", "prefetching, self", "prefetching, random"]
     assert legend(ahead) == ["prefetched, self", "prefetched, random"]
-    assert missing.get_lines()[1].get_xydata().tolist() == [[1, 5], [1.5, 5]]
+    assert missing.get_lines()[2].get_xydata().tolist() == [[1, 5], [1.5, 5]]
 
 
 def test_a_cache_row_must_be_whole(put, rows) -> None:
