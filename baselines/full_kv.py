@@ -1,6 +1,6 @@
 """Dense KV on the device: the exact reference, limited by memory.
 
-Suffixes: B sequences, R rows, T tokens, H query heads, K KV heads, D head size, P tokens of capacity.
+Suffixes: B sequences, R rows, T tokens, H query heads, K KV heads, D head size.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualdecoder.attention import step_attention
+from baselines.dense import DenseMethod
 from dualdecoder.config import MethodConfig
-from dualdecoder.method import Capabilities, KVMethod
+from dualdecoder.errors import require
+from dualdecoder.method import Capabilities
 
 
 @dataclass(frozen=True)
@@ -20,19 +21,17 @@ class FullKVConfig(MethodConfig):
     """Full KV has no settings."""
 
 
-class FullKV(KVMethod):
+class FullKV(DenseMethod):
     """All keys and values of all tokens on the device; every step attends to all of them."""
 
     config_class = FullKVConfig
     capabilities = Capabilities(exact=True, recalls=True, offloads=False)
+    graphable = True
 
     def allocate(self) -> None:
-        model = self.model
-        shape = (self.batch, model.kv_heads, 2, self.context, model.head_dim)
-        self.kv = [self.ledger.on_device("kv", shape, self.dtype) for _ in range(model.layers)]
-        self.length_B = self.ledger.on_device("tables", (self.batch,), torch.int64)
-        self.position_P = self.ledger.on_device("tables", (self.context,), torch.int64)
-        torch.arange(self.context, device=self.ledger.device, out=self.position_P)
+        super().allocate()
+        shape = (self.batch, *self.cache_shape)
+        self.kv = [self.ledger.on_device("kv", shape, self.dtype) for _ in range(self.model.layers)]
 
     def prefill_layer(
         self, sequence: int, layer: int, q_THD: Tensor, k_pre_rope_TKD: Tensor, k_TKD: Tensor, v_TKD: Tensor
@@ -40,26 +39,14 @@ class FullKV(KVMethod):
         self.kv[layer][sequence, :, :, : len(k_TKD)] = torch.stack((k_TKD, v_TKD)).permute(2, 0, 1, 3)
         self.length_B[sequence] = len(k_TKD)
 
-    def begin_step(self, rows: int, commit_B: Tensor) -> None:
-        self.commit_B = commit_B
-
     def attend(self, layer: int, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor) -> Tensor:
-        past_BKXPD = self.kv[layer]
-        allowed_BKP = (self.position_P < self.length_B[:, None])[:, None].expand(-1, self.model.kv_heads, -1)
-        o_BRHD = step_attention(q_BRHD, k_BRKD, v_BRKD, past_BKXPD, allowed_BKP)
-        self._commit(past_BKXPD, torch.stack((k_BRKD[:, 0], v_BRKD[:, 0]), dim=2))
-        return o_BRHD
+        kv = self.kv[layer]
+        return self.attention(q_BRHD, k_BRKD, v_BRKD, kv, kv, self.length_B, self.commit_B)
 
-    def _commit(self, past_BKXPD: Tensor, kv_BKXD: Tensor) -> None:
-        # A sequence that has ended may stand at the end of its capacity; its row is written nowhere.
-        slot_B = self.length_B.clamp(max=self.context - 1)
-        row_B = torch.arange(self.batch, device=slot_B.device)
-        kept_BKXD = past_BKXPD[row_B, :, :, slot_B]
-        past_BKXPD[row_B, :, :, slot_B] = torch.where(self.commit_B[:, None, None, None], kv_BKXD, kept_BKXD)
-
-    def read_bytes(self) -> int:
-        token_bytes = self.kv[0][0, :, :, 0].nbytes * self.model.layers
-        return int(self.length_B.sum()) * token_bytes
-
-    def end_step(self) -> None:
-        self.length_B += self.commit_B
+    def fill_synthetic(self, tokens: int, seed: int = 0) -> None:
+        """Random keys and values in place."""
+        require(0 < tokens < self.context, "tokens", tokens, f"1 to {self.context - 1}")
+        generator = torch.Generator(self.ledger.device).manual_seed(seed)
+        for kv in self.kv:
+            kv.normal_(generator=generator)
+        self.length_B.fill_(tokens)

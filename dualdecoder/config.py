@@ -216,8 +216,11 @@ class DualDecoderConfig(MethodConfig):
 
     @property
     def attended_tokens(self) -> int:
-        """Most tokens one row attends to, itself not counted: selected + outliers + recent window."""
-        return self.budget + self.outliers * self.chunk + self.window
+        """Tokens that a row attends to right after a long prompt: selected + outliers + local.
+
+        Generated tokens and the row itself come on top. Methods are compared at equal numbers of these.
+        """
+        return self.budget + self.outliers * self.chunk + self.local
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,16 @@
 
 KV accuracy: share of a step's true selection that the step before predicted. Reuse: share that was selected in the
 step before anyway. Token accuracy: the speculated token was the true one. Means over steps, layers and KV heads.
+Beside them, what chunk caches of several sizes would have missed on the same selections, with and without fetching the
+prediction ahead: what prediction has to beat, and what it adds.
 """
 
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 import hydra
+import numpy as np
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
@@ -18,6 +22,7 @@ from torch import Tensor
 from dualdecoder.errors import require
 from dualdecoder.prefill import PrefillSnapshot
 from dualdecoder.telemetry import FIELDS
+from experiments.harness.cache_simulation import Shares, last_set_shares, lru_shares, optimal_shares
 from experiments.harness.points import run_point
 from experiments.harness.workload import engine_for, manual_prompt, progress, question_prompt, require_positive
 from experiments.reporting.terminal import show_point
@@ -32,38 +37,99 @@ def main(cfg: DictConfig) -> None:
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:
-    """Rows for every speculation: over all, by layer, by step."""
+    """Rows for every speculation: over all, by layer, by step, by cache."""
     engine = engine_for(cfg.model, "dualdecoder", {"budget": cfg.budget})
     require(cfg.prompt in PROMPTS, "prompt", cfg.prompt, ", ".join(PROMPTS))
     require_positive(cfg, "context", "steps")
     require(cfg.steps >= 2, "steps", cfg.steps, "at least 2: the first has none before it")
+    require(all(multiple >= 1 for multiple in cfg.capacities), "capacities", list(cfg.capacities), "1 or more each")
     snapshot = engine.prefill(PROMPTS[cfg.prompt](engine, cfg.context))
     rows = [row for speculation in cfg.speculations for row in _rows(cfg, snapshot, speculation)]
     common = {"model": cfg.model.name, **{key: cfg[key] for key in ("prompt", "context", "budget", "steps")}}
     return [{**row, **common} for row in rows]
 
 
+@dataclass
+class Trace:
+    """What a greedy run selected and predicted; steps are those with two rows.
+
+    counts_SLF: the counters' growth, by step, layer and field. right_S: whether the speculated token was the true one.
+    true, predicted: by step and layer in one list, the sets ``[KV heads, selected chunks]``. chunks: of the context.
+    """
+
+    counts_SLF: Tensor
+    right_S: list[bool]
+    true: list[np.ndarray]
+    predicted: list[np.ndarray]
+    chunks: int
+
+    def sets(self) -> tuple[np.ndarray, np.ndarray]:
+        """True and predicted sets, ``[steps, layers * KV heads, selected chunks]``."""
+        steps = len(self.right_S)
+        return tuple(np.stack(sets).reshape(steps, -1, sets[0].shape[-1]) for sets in (self.true, self.predicted))
+
+
+@dataclass
+class SetRecorder:
+    """Watches a method's selections of one sequence and lets them be."""
+
+    true: list[np.ndarray] = field(default_factory=list)
+    predicted: list[np.ndarray] = field(default_factory=list)
+
+    def __call__(self, layer: int, chosen_BKS: Tensor, predicted_BKS: Tensor) -> tuple[Tensor, Tensor]:
+        self.true.append(chosen_BKS[0].numpy().copy())
+        self.predicted.append(predicted_BKS[0].numpy().copy())
+        return chosen_BKS, predicted_BKS
+
+
 def _rows(cfg: DictConfig, snapshot: PrefillSnapshot, speculation: str) -> list[dict[str, Any]]:
-    counts_SLF, tokens_S = trace(cfg, snapshot, speculation)
+    seen = trace(cfg, snapshot, speculation)
+    counts_SLF, right_S = seen.counts_SLF, seen.right_S
     by_layer = [_row(speculation, counts_LF, layer=layer) for layer, counts_LF in enumerate(counts_SLF.sum(0))]
     # The first step has no step before it to be predicted by.
     by_step = [
-        _row(speculation, counts_SLF[step].sum(0), step=step, token_accuracy=float(tokens_S[step]))
-        for step in range(1, len(tokens_S))
+        _row(speculation, counts_SLF[step].sum(0), step=step, token_accuracy=float(right_S[step]))
+        for step in range(1, len(right_S))
     ]
-    return [_row(speculation, counts_SLF.sum((0, 1)), token_accuracy=fmean(tokens_S[1:])), *by_layer, *by_step]
+    total = _row(speculation, counts_SLF.sum((0, 1)), token_accuracy=fmean(right_S[1:]))
+    return [total, *by_layer, *by_step, *_cache_rows(cfg, seen, speculation)]
 
 
-def trace(cfg: DictConfig, snapshot: PrefillSnapshot, speculation: str) -> tuple[Tensor, list[bool]]:
-    """Decode greedily; counters ``[steps, layers, fields]`` of each step and whether its speculated token was right."""
+def trace(cfg: DictConfig, snapshot: PrefillSnapshot, speculation: str) -> Trace:
+    """Decode greedily and watch."""
     engine = engine_for(cfg.model, "dualdecoder", {"budget": cfg.budget, "speculation": speculation})
     run = engine.resume([snapshot], cfg.steps + 1)
-    telemetry, tokens = run.method.telemetry, []
+    recorder, telemetry, right = SetRecorder(), run.method.telemetry, []
+    run.method.rewrite = recorder
     counts = [telemetry.counts.clone()]
     for step in progress(run.steps, f"prediction {speculation}", total=cfg.steps):
         counts.append(telemetry.counts.clone())
-        tokens.append(step.speculated[0])
-    return torch.stack(counts).diff(dim=0), tokens
+        right.append(step.speculated[0])
+    # The single-row step before them selects as well.
+    first = run.method.model.layers
+    sets = recorder.true[first:], recorder.predicted[first:]
+    return Trace(torch.stack(counts).diff(dim=0), right, *sets, run.method.chunks)
+
+
+def _cache_rows(cfg: DictConfig, seen: Trace, speculation: str) -> list[dict[str, Any]]:
+    """Misses with nothing but the last set, and with caches of multiples of the budget, without and with prefetch."""
+    true_THS, predicted_THS = seen.sets()
+    sizes = [(multiple, round(multiple * true_THS.shape[-1])) for multiple in cfg.capacities]
+    rows = []
+    for prefetch, fetched in ((False, None), (True, predicted_THS)):
+        rows.append(_cache_row(speculation, "last set", 1, prefetch, last_set_shares(true_THS, fetched)))
+        for multiple, size in sizes:
+            shares = lru_shares(true_THS, seen.chunks, size, fetched)
+            rows.append(_cache_row(speculation, "LRU", multiple, prefetch, shares))
+    for multiple, size in sizes:
+        shares = optimal_shares(true_THS, seen.chunks, size)
+        rows.append(_cache_row(speculation, "optimum", multiple, False, shares))
+    return rows
+
+
+def _cache_row(speculation: str, cache: str, capacity: float, prefetch: bool, shares: Shares) -> dict[str, Any]:
+    names = {"speculation": speculation, "scope": "cache", "cache": cache, "capacity": capacity, "prefetch": prefetch}
+    return {**names, "misses": shares.misses, "prefetched": shares.prefetched}
 
 
 def _row(speculation: str, counts_F: Tensor, **where: Any) -> dict[str, Any]:

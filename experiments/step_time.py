@@ -7,22 +7,19 @@ Weights and KV are random, so the selection is a seeded process with a given reu
 top-S run in full. Host sequences may be fewer than the batch: the record says how many.
 """
 
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import hydra
 import torch
 from omegaconf import DictConfig
 
-from dualdecoder.checkpoints import load_model
 from dualdecoder.config import DualDecoderConfig, dtype_from_name
 from dualdecoder.dual import DualDecoder
-from dualdecoder.graphs import WARMUP_STEPS, StepRunner
 from dualdecoder.model import Decoder
 from dualdecoder.selection_replay import ReplayConfig, replay_selection
 from experiments.harness.gpu import gather_rate, measured_rates, require_gpu
 from experiments.harness.points import run_point
+from experiments.harness.steps import EXTRA_STEPS, model_of, step_floors, time_steps
 from experiments.harness.workload import progress, require_positive
 from experiments.reporting.terminal import show_point
 
@@ -49,16 +46,16 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     dtype = dtype_from_name(cfg.model.dtype)
     rates = measured_rates()
     torch.cuda.empty_cache()
-    model = load_model(cfg.model.source, dtype, "cuda")
+    model = model_of(cfg.model.source, cfg.model.dtype, "cuda")
     config = DualDecoderConfig(budget=cfg.budget, host_sequences=min(cfg.host_sequences, cfg.batch))
     before = torch.cuda.memory_allocated()
     sizes = {"batch": cfg.batch, "context": cfg.context, "dtype": dtype}
     method = DualDecoder(model.config, config, **sizes, device="cuda")
     held = torch.cuda.memory_allocated() - before
-    steps = len(VARIANTS) * (cfg.warmup + cfg.steps + WARMUP_STEPS + 1)
+    steps = len(VARIANTS) * (cfg.warmup + cfg.steps + EXTRA_STEPS)
     method.fill_synthetic(cfg.context - steps - 1, cfg.seed)
     replay_selection(method, ReplayConfig(cfg.reuse, cfg.accuracy, cfg.seed))
-    gather = gather_rate(method)
+    gather = gather_rate(method.host.record_bytes)
     rows = [_row(cfg, model, method, variant, rates.copy, gather) for variant in progress(VARIANTS, "step_time")]
     compute_ms = next(row["median_ms"] for row in rows if row["variant"] == "compute_only")
     plan = method.ledger.plan()
@@ -81,10 +78,8 @@ def _row(
     gather: float,
 ) -> dict[str, Any]:
     name, method.prefetches, method.in_place, method.transfers = variant
-    step_ms, moved = _time(cfg, model, method)
-    link_bytes = (moved["urgent_bytes"] + moved["prefetched_bytes"]) if method.transfers else 0
-    hbm_bytes = model.step_weight_bytes() + method.read_bytes()
-    middle = median(step_ms)
+    steps = time_steps(model, method, cfg.warmup, cfg.steps)
+    floors = step_floors(model, method, steps, copy, gather)
     return {
         "variant": name,
         "model": cfg.model.name,
@@ -93,36 +88,17 @@ def _row(
         "budget": cfg.budget,
         "selection": f"synthetic(reuse={cfg.reuse}, accuracy={cfg.accuracy}, seed={cfg.seed})",
         "host_kv": f"aliased({len(method.host.records[0])})",
-        "step_ms": step_ms,
-        "median_ms": middle,
-        "tokens_per_s": cfg.batch / middle * 1e3,
-        "link_bytes": link_bytes,
-        "hbm_bytes": hbm_bytes,
+        "step_ms": steps.step_ms,
+        "median_ms": steps.median_ms,
+        "tokens_per_s": cfg.batch / steps.median_ms * 1e3,
+        "link_bytes": floors.link_bytes,
+        "hbm_bytes": floors.hbm_bytes,
         "copy_rate": copy,
         "gather_rate": gather,
-        "link_floor_ms": link_bytes / gather * 1e3,
-        "hbm_floor_ms": hbm_bytes / copy * 1e3,
-        "hit_rate": moved["hit"] / moved["selected"],
+        "link_floor_ms": floors.link_ms,
+        "hbm_floor_ms": floors.hbm_ms,
+        "hit_rate": steps.hit_rate,
     }
-
-
-def _time(cfg: DictConfig, model: Decoder, method: DualDecoder) -> tuple[list[float], dict[str, float]]:
-    """Milliseconds of each step by CUDA events, and the counters' growth per step."""
-    run = StepRunner(model, method)
-    tokens_BR = torch.randint(model.config.vocabulary, (cfg.batch, method.rows), device="cuda")
-    everyone_B = torch.ones(cfg.batch, dtype=torch.bool, device="cuda")
-    for _ in range(WARMUP_STEPS + cfg.warmup):
-        run(tokens_BR, method.length_B, everyone_B)
-    before = method.statistics()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(cfg.steps + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        run(tokens_BR, method.length_B, everyone_B)
-        mark.record()
-    torch.cuda.synchronize()
-    after = method.statistics()
-    step_ms = [a.elapsed_time(b) for a, b in pairwise(marks)]
-    return step_ms, {name: (after[name] - before[name]) / cfg.steps for name in after}
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 
-from dualdecoder.dual import DualDecoder
 from dualdecoder.errors import require
+from dualdecoder.method import KVMethod
 from dualdecoder.pinned import PinnedMemory
 
 GIB = 2**30
@@ -53,12 +53,31 @@ def measured_rates() -> Rates:
     )
 
 
-def gather_rate(method: DualDecoder) -> float:
-    """Bytes per second of the method's own gather, alone, over a full buffer of random chunks."""
-    buffer, chunks = method.buffers[0], method.layers[0].landmarks_BKND.shape[2]
-    order_BKN = torch.rand((*buffer.held_BKS.shape[:2], chunks), device="cuda").argsort(dim=-1)
-    method.ops.begin_step(method.chunks_B)
-    fetch = method.ops.replace(buffer, order_BKN[..., : method.slots].sort(dim=-1).values)
-    ms = median_ms(lambda: method.ops.fetch(method.host, 0, fetch, buffer))
-    buffer.clear()
-    return buffer.records_BKSXCD.nbytes / ms * 1e3
+@cache
+def gather_rate(record_bytes: int) -> float:
+    """Bytes per second of the gather kernel alone: random records of this size (a multiple of 4), 256 MiB in all."""
+    from dualdecoder.kernels.gather import gather_records
+    from dualdecoder.kernels.slots import FetchList
+
+    record, count = (1, 1, record_bytes // 4), GIB // 4 // record_bytes
+    host = PinnedMemory(GIB).tensor((1, 1, GIB // record_bytes, *record), torch.int32)
+    buffer = torch.empty((1, 1, count, *record), dtype=torch.int32, device="cuda")
+    chosen, slot = (torch.randperm(n, device="cuda")[:count].int() for n in (host.shape[2], count))
+    fetch = FetchList(torch.stack((torch.zeros_like(slot), chosen, slot)), torch.full_like(slot[:1], count))
+    return buffer.nbytes / median_ms(lambda: gather_records(host, buffer, fetch)) * 1e3
+
+
+@dataclass(frozen=True)
+class LinkRate:
+    """What a method's link floor is made of: bytes per second, and of which kind of transfer."""
+
+    rate: float
+    kind: str
+
+
+def link_rate(method: KVMethod) -> LinkRate:
+    """The rate of a gather of records as large as the method's, or of a plain copy if its host store has none."""
+    record_bytes = getattr(getattr(method, "host", None), "record_bytes", None)
+    if record_bytes is None:
+        return LinkRate(measured_rates().link, "plain copy")
+    return LinkRate(gather_rate(record_bytes), f"gather of {record_bytes}-byte records")

@@ -1,4 +1,4 @@
-"""What a row of each experiment must hold: the contract between a measurement and the report."""
+"""What a row of each experiment's tables must hold: the contract between a measurement and the report."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +40,8 @@ INTERVAL = Kind("two numbers [low, high]", lambda value: _is_numbers(value) and 
 FRACTION = Kind("a number from 0 to 1", _is_fraction)
 PERCENT = Kind("a number from 0 to 100", lambda value: _is_number(value) and 0 <= value <= 100)
 BYTES = Kind("numbers by category", _is_bytes)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+CAPABILITIES = Kind("what a method can promise, by name", lambda value: isinstance(value, dict))
 SCOPE = Kind("all, layer or step", lambda value: value in ("all", "layer", "step"))
 
 ROW_FIELDS: dict[str, dict[str, Kind]] = {
@@ -90,6 +92,12 @@ ROW_FIELDS: dict[str, dict[str, Kind]] = {
         "budget": NUMBER,
         "steps": NUMBER,
     },
+    "prediction_cache": {
+        **dict.fromkeys(("prompt", "speculation", "model", "cache"), TEXT),
+        **dict.fromkeys(("context", "budget", "steps", "capacity", "prefetched"), NUMBER),
+        "prefetch": FLAG,
+        "misses": FRACTION,
+    },
     "ruler": {
         "task": TEXT,
         "length": NUMBER,
@@ -111,6 +119,25 @@ ROW_FIELDS: dict[str, dict[str, Kind]] = {
         "hit_rate": FRACTION,
         "gpu": BYTES,
     },
+    "method_time": {
+        **dict.fromkeys(("model", "dtype", "method", "outcome"), TEXT),
+        **dict.fromkeys(("context", "batch"), NUMBER),
+        # Empty where a method did not fit into memory, and `problem` is not.
+        **dict.fromkeys(("problem", "selection", "host_kv", "link_rate_of"), _optional(TEXT)),
+        **dict.fromkeys(("rows_per_step", "attended_tokens", "budget", "median_ms", "tokens_per_s"), _optional(NUMBER)),
+        **dict.fromkeys(("compute_ms", "link_bytes", "urgent_bytes", "prefetched_bytes"), _optional(NUMBER)),
+        **dict.fromkeys(("hbm_bytes", "copy_rate", "link_rate", "hbm_floor_ms", "link_floor_ms"), _optional(NUMBER)),
+        **dict.fromkeys(("efficiency",), _optional(NUMBER)),
+        "graph": _optional(FLAG),
+        "hit_rate": _optional(FRACTION),
+        "step_ms": _optional(NUMBERS),
+        "capabilities": _optional(CAPABILITIES),
+        **dict.fromkeys(("gpu", "host"), _optional(BYTES)),
+    },
+    "attention_time": {
+        **dict.fromkeys(("model", "dtype", "variant"), TEXT),
+        **dict.fromkeys(("context", "batch", "us", "bytes", "gb_s", "share_of_copy", "copy_rate", "error"), NUMBER),
+    },
     "kernel_time": {
         **dict.fromkeys(("kernel", "variant"), TEXT),
         **dict.fromkeys(("batch", "gb_s"), NUMBER),
@@ -122,12 +149,17 @@ ROW_FIELDS: dict[str, dict[str, Kind]] = {
 }
 
 
+def table_of(experiment: str, row: dict[str, Any]) -> str:
+    """The table that a row of an experiment belongs to: its own, or that of its kind of row."""
+    return f"{experiment}_cache" if row.get("scope") == "cache" else experiment
+
+
 def row_problem(experiment: str, rows: list[Any]) -> tuple[str, str] | None:
-    """The first fault in `rows` as (field, problem), or None; an experiment not listed above may hold any rows."""
+    """The first fault in `rows` as (field, problem), or None; a table not listed above may hold any rows."""
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             return f"rows[{index}]", "must be an object"
-        for name, kind in ROW_FIELDS.get(experiment, {}).items():
+        for name, kind in ROW_FIELDS.get(table_of(experiment, row), {}).items():
             if name not in row:
                 return f"rows[{index}].{name}", f"is missing; it must be {kind.words}"
             if not kind.accepts(row[name]):

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.harness.records import Record, RecordError, load_records
+from experiments.harness.rows import table_of
 
 CPU_WORDS = "CPU reference, not a GPU speed"
 PLANNED_WORDS = "planned bytes (no GPU needed)"
@@ -37,17 +38,23 @@ class Collection:
     unfinished: list[Record]
     errors: list[RecordError]
 
-    def sections(self, experiment: str) -> list[Section]:
+    def sections(self, table: str) -> list[Section]:
         """One section per kind of hardware: a CPU's speeds never stand in a GPU's table."""
         groups: dict[str, list[Record]] = {}
         for record in self.ok:
-            if record.experiment == experiment and record.rows:
+            if _rows(record, table):
                 groups.setdefault(hardware(record), []).append(record)
-        outdated = [record for record in self.outdated if record.experiment == experiment]
+        outdated = [record for record in self.outdated if _rows(record, table)]
         return [
-            Section(_caption(name, records, outdated), pd.DataFrame([row for item in records for row in item.rows]))
+            Section(
+                _caption(name, records, outdated), pd.DataFrame([r for item in records for r in _rows(item, table)])
+            )
             for name, records in sorted(groups.items())
         ]
+
+
+def _rows(record: Record, table: str) -> list[dict[str, Any]]:
+    return [row for row in record.rows if table_of(record.experiment, row) == table]
 
 
 def collect(folder: Path) -> Collection:

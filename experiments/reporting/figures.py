@@ -178,6 +178,27 @@ def _prediction(axes: list[Axes], table: pd.DataFrame) -> None:
         axis.set_ylim(10 * np.floor(lowest / 10) - 2, 102)
 
 
+def _caches(axes: list[Axes], table: pd.DataFrame) -> None:
+    seeds = list(table["speculation"].unique())
+    table = table.sort_values("capacity").assign(prefetch=table["prefetch"].astype(bool))
+    # What a cache misses without prediction depends on the real row only.
+    alone = table[~table["prefetch"] & (table["speculation"] == seeds[0])]
+    for cache, label, style in (("LRU", "no prediction", _REUSE), ("optimum", "optimum without prefetch", _OPTIMUM)):
+        line = alone[alone["cache"] == cache]
+        axes[0].plot(line["capacity"], 100 * line["misses"], label=label, **style)
+    for number, seed in enumerate(seeds):
+        ahead = table[table["prefetch"] & (table["cache"] == "LRU") & (table["speculation"] == seed)]
+        axes[0].plot(ahead["capacity"], 100 * ahead["misses"], label=f"prefetching, {seed}", **_line(number))
+        axes[1].plot(ahead["capacity"], 100 * ahead["prefetched"], label=f"prefetched, {seed}", **_line(number))
+    _title(axes[0], "Missing when needed")
+    _title(axes[1], "Fetched ahead")
+    for axis in axes:
+        axis.set_xlabel("capacity of the LRU cache, multiples of the budget")
+        axis.set_ylabel("% of the selection")
+        axis.set_ylim(bottom=0)
+        _legend(axis)
+
+
 def _by_seed(axis: Axes, table: pd.DataFrame, over: str, seeds: list[str]) -> None:
     for number, seed in enumerate(seeds):
         _curve(axis, table[table["speculation"] == seed], over, "kv_accuracy", seed, _line(number))
@@ -260,10 +281,12 @@ def _line(number: int) -> dict[str, Any]:
 
 
 _REUSE: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1}
+_OPTIMUM: dict[str, Any] = {"color": "black", "linestyle": ":", "linewidth": 1}
 DRAWINGS: dict[str, Drawing] = {
     "throughput": Drawing(_throughput, 1, ("model", "dtype")),
     "residency": Drawing(_residency, 3, ("model", "dtype", "cap_bytes", "batch")),
     "prediction": Drawing(_prediction, 3, ("model", "prompt", "context", "budget")),
+    "prediction_cache": Drawing(_caches, 2, ("model", "prompt", "context", "budget")),
     "ruler": Drawing(_ruler, 1, ("model",)),
 }
 

@@ -3,6 +3,12 @@
 import pandas as pd
 
 GB = 1e9
+PLACES = ("gpu", "host")
+# What method_time has no numbers for where a method did not fit into memory.
+MEASURED = (
+    "attended_tokens", "median_ms", "tokens_per_s", "hbm_floor_ms", "link_floor_ms", "efficiency", "compute_ms",
+    "link_bytes",
+)  # fmt: skip
 
 
 def step_numbers(rows: pd.DataFrame) -> pd.DataFrame:
@@ -24,6 +30,54 @@ def step_texts(table: pd.DataFrame) -> pd.DataFrame:
             "overlap": _texts(table["overlap_efficiency"], "{:.3f}"),
             "hit %": _texts(100 * table["hit_rate"], "{:.1f}"),
             "method GB": _texts(table["allocated_bytes"] / GB, "{:.2f}"),
+        }
+    )
+
+
+def method_numbers(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of method_time without raw samples, with totals for the bytes by category, and capabilities by name."""
+    held = {f"{place}_bytes": [sum(sizes.values()) if sizes else None for sizes in rows[place]] for place in PLACES}
+    promises = {name: [can[name] if can else None for can in rows["capabilities"]] for name in ("exact", "recalls")}
+    kept = rows.drop(columns=["step_ms", "capabilities", *PLACES]).assign(**held, **promises)
+    # Where no method fitted, a column has nothing from which its kind could be told.
+    return kept.astype(dict.fromkeys((*MEASURED, *held), float))
+
+
+def method_texts(table: pd.DataFrame) -> pd.DataFrame:
+    """One line a method and batch."""
+    return pd.DataFrame(
+        {
+            "method": table["method"],
+            "batch": _texts(table["batch"], "{:.0f}"),
+            "attended": _texts(table["attended_tokens"], "{:.0f}"),
+            "ms": _texts(table["median_ms"], "{:.2f}"),
+            "tok/s": _texts(table["tokens_per_s"], "{:.0f}"),
+            "HBM floor ms": _texts(table["hbm_floor_ms"], "{:.2f}"),
+            "link floor ms": _texts(table["link_floor_ms"], "{:.2f}"),
+            "efficiency": _texts(table["efficiency"], "{:.3f}"),
+            "ms without transfers": _texts(table["compute_ms"], "{:.2f}"),
+            "link MB a step": _texts(table["link_bytes"] / 1e6, "{:.1f}"),
+            "GPU GB": _texts(table["gpu_bytes"] / GB, "{:.2f}"),
+            "exact": _flags(table["exact"]),
+            "recalls": _flags(table["recalls"]),
+            "graph": _flags(table["graph"]),
+            "selection": [text.partition("(")[0] if isinstance(text, str) else "-" for text in table["selection"]],
+            "host_kv": [text if isinstance(text, str) else "-" for text in table["host_kv"]],
+            "outcome": table["outcome"],
+        }
+    )
+
+
+def attention_texts(table: pd.DataFrame) -> pd.DataFrame:
+    """One line a variant and batch."""
+    return pd.DataFrame(
+        {
+            "variant": table["variant"],
+            "batch": _texts(table["batch"], "{:.0f}"),
+            "us": _texts(table["us"], "{:.1f}"),
+            "GB/s": _texts(table["gb_s"], "{:.0f}"),
+            "% of copy": _texts(100 * table["share_of_copy"], "{:.1f}"),
+            "error": _texts(table["error"], "{:.1e}"),
         }
     )
 
@@ -58,3 +112,7 @@ def prefill_texts(table: pd.DataFrame) -> pd.DataFrame:
 
 def _texts(values: pd.Series, form: str) -> list[str]:
     return ["-" if pd.isna(value) else form.format(value) for value in values]
+
+
+def _flags(values: pd.Series) -> list[str]:
+    return ["-" if pd.isna(value) else "yes" if value else "no" for value in values]

@@ -10,14 +10,23 @@ import numpy as np
 import pandas as pd
 
 from experiments.reporting.collect import Section
-from experiments.reporting.gpu_tables import kernel_texts, prefill_texts, step_numbers, step_texts
+from experiments.reporting.gpu_tables import (
+    attention_texts,
+    kernel_texts,
+    method_numbers,
+    method_texts,
+    prefill_texts,
+    step_numbers,
+    step_texts,
+)
 
 GIB = 2**30
 MIB = 2**20
 # What a reader looks for first; all others follow by name.
 ORDERS = {
-    "method": ("ideal", "full_kv", "dualdecoder"),
+    "method": ("ideal", "full_kv", "dualdecoder", "full_offload"),
     "speculation": ("self", "random_first", "random"),
+    "cache": ("last set", "LRU", "optimum"),
     "task": ("niah_*", "vt", "cwe"),
 }
 # Below this share of the total a category is not worth a name.
@@ -27,7 +36,11 @@ _LEFT = (
     "variant",
     "kernel",
     "method",
+    "outcome",
+    "selection",
+    "host_kv",
     "speculation",
+    "cache",
     "task",
     "GPU GiB by category",
     "kind",
@@ -217,6 +230,30 @@ def _prediction_texts(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def _caches(rows: pd.DataFrame) -> pd.DataFrame:
+    return _arranged(rows, ["model", "prompt", "context", "budget", "speculation", "cache", "capacity", "prefetch"])
+
+
+def _cache_texts(table: pd.DataFrame) -> pd.DataFrame:
+    """One line per cache, what it misses without prefetching beside what it misses with it."""
+    keys = ["prompt", "context", "budget", "speculation", "cache", "capacity"]
+    without, ahead = (table[table["prefetch"] == flag].set_index(keys) for flag in (False, True))
+    both = without[["misses"]].join(ahead[["prefetched"]].assign(ahead=ahead["misses"])).reset_index()
+    return pd.DataFrame(
+        {
+            "prompt": both["prompt"],
+            "context": [length_text(value) for value in both["context"]],
+            "budget": _fixed(both["budget"], 0),
+            "speculation": both["speculation"],
+            "cache": both["cache"],
+            "capacity": [f"{value:g}x" for value in both["capacity"]],
+            "misses %": _percent(both["misses"]),
+            "misses with prefetch %": _percent(both["ahead"]),
+            "prefetched %": _percent(both["prefetched"]),
+        }
+    )
+
+
 def _ruler(rows: pd.DataFrame) -> pd.DataFrame:
     ends = {"ci95_low": [ends[0] for ends in rows["ci95"]], "ci95_high": [ends[1] for ends in rows["ci95"]]}
     # Single answers stay in the records.
@@ -239,12 +276,19 @@ def _ruler_texts(table: pd.DataFrame) -> pd.DataFrame:
     return wide[list(columns)].fillna("-").rename_axis(columns=None).reset_index()
 
 
+def _method_time(rows: pd.DataFrame) -> pd.DataFrame:
+    return _arranged(method_numbers(rows), ["model", "dtype", "context", "batch", "method"])
+
+
 TABLES: dict[str, Table] = {
     "throughput": Table(_throughput, _throughput_texts, ("model", "dtype")),
     "residency": Table(_residency, _residency_texts, ("model", "dtype", "cap_bytes")),
     "prediction": Table(_prediction, _prediction_texts, ("model",)),
+    "prediction_cache": Table(_caches, _cache_texts, ("model",), unit=", % of the selection"),
     "ruler": Table(_ruler, _ruler_texts, ("model",), unit=", score % (95 % interval)"),
     "step_time": Table(step_numbers, step_texts, ("model", "context", "selection", "host_kv")),
+    "method_time": Table(_method_time, method_texts, ("model", "dtype", "context")),
+    "attention_time": Table(lambda rows: rows, attention_texts, ("model", "dtype", "context")),
     "kernel_time": Table(lambda rows: rows, kernel_texts, ()),
     "prefill_time": Table(lambda rows: rows, prefill_texts, ("model",)),
 }

@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from experiments.harness.points import in_sweep
 from experiments.harness.records import read_record
 from experiments.reporting.collect import Collection, Section
-from experiments.reporting.tables import is_text, no_records, parts
+from experiments.reporting.tables import TABLES, is_text, no_records, parts
 
 # A terminal has its own width; in a file or a CI log rich would take eighty columns, too few for the tables.
 _WIDTH_OF_A_FILE = 100
@@ -24,13 +24,14 @@ def make_console() -> Console:
 
 
 def show_point(path: Path) -> None:
-    """Print the table of one record; in a sweep, where the report follows, only say where it is."""
+    """Print the tables of one record; in a sweep, where the report follows, only say where it is."""
     if in_sweep():
         print(f"recorded: {path.name}")
         return
-    record = read_record(path)
-    sections = Collection([record], [], [], [], []).sections(record.experiment)
-    print_sections(make_console(), record.experiment, sections)
+    only = Collection([read_record(path)], [], [], [], [])
+    for name in TABLES:
+        if sections := only.sections(name):
+            print_sections(make_console(), name, sections)
 
 
 def print_sections(console: Console, name: str, sections: list[Section]) -> None:

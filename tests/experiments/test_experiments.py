@@ -24,7 +24,7 @@ from experiments.reproduce import read_runs
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 EXPERIMENTS = ("throughput", "residency", "prediction", "ruler")
-GPU_EXPERIMENTS = ("step_time", "kernel_time", "prefill_time")
+GPU_EXPERIMENTS = ("step_time", "method_time", "attention_time", "kernel_time", "prefill_time")
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
 
@@ -49,9 +49,10 @@ def test_every_model_config_composes(experiment: str, model: str) -> None:
     named_shape(cfg.model.shape)
 
 
+@pytest.mark.parametrize("experiment", ["throughput", "method_time"])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_config_is_valid(method: str) -> None:
-    cfg = config("throughput", f"method={method}")
+def test_every_method_config_is_valid(experiment: str, method: str) -> None:
+    cfg = config(experiment, f"method={method}")
     assert cfg.method.name == method
     method_config(cfg.method.name, OmegaConf.to_container(cfg.method.options, resolve=True))
 
@@ -100,11 +101,26 @@ def test_prediction_rows(loaded, prompt: str) -> None:
     assert row_problem("prediction", rows) is None
     for speculation in ("self", "random_first", "random"):
         of_kind = [row for row in rows if row["speculation"] == speculation]
-        assert [row["scope"] for row in of_kind] == ["all"] + ["layer"] * 30 + ["step"] * 5
+        assert [row["scope"] for row in of_kind] == ["all"] + ["layer"] * 30 + ["step"] * 5 + ["cache"] * 14
         total, steps = of_kind[0], [row for row in of_kind if row["scope"] == "step"]
         # Every step selects the same number of chunks, so the mean over steps is the overall share.
         assert sum(row["kv_accuracy"] for row in steps) / 5 == pytest.approx(total["kv_accuracy"])
         assert sum(row["token_accuracy"] for row in steps) / 5 == pytest.approx(total["token_accuracy"])
+        _check_caches(total, [row for row in of_kind if row["scope"] == "cache"])
+
+
+def _check_caches(total: dict, rows: list[dict]) -> None:
+    """The method's counters and the simulator agree; larger caches miss less, and none less than the optimum."""
+
+    def misses(cache: str, prefetch: bool = False) -> list[float]:
+        return [row["misses"] for row in rows if (row["cache"], row["prefetch"]) == (cache, prefetch)]
+
+    assert [row["capacity"] for row in rows] == [1, 1, 1.5, 2, 4] * 2 + [1, 1.5, 2, 4]
+    for prefetch, share in ((False, "reuse"), (True, "kv_accuracy")):
+        lru = misses("LRU", prefetch)
+        assert misses("last set", prefetch) == [lru[0]] == [pytest.approx(1 - total[share])]
+        assert lru == sorted(lru, reverse=True)
+    assert all(best <= lru for best, lru in zip(misses("optimum"), misses("LRU"), strict=True))
 
 
 def test_ruler_rows(loaded) -> None:
@@ -130,6 +146,7 @@ def test_ruler_rows(loaded) -> None:
         (prediction, ["prompt=poem"], "prompt"),
         (prediction, ["prompt=question", "context=20"], "context"),
         (prediction, ["steps=1"], "steps"),
+        (prediction, ["capacities=[0.5]"], "capacities"),
         (residency, ["batch=0"], "batch"),
         (residency, ["budget=7"], "budget"),
     ],

@@ -308,3 +308,39 @@ def test_a_wrong_argument_is_one_clear_message(argument: str, capsys) -> None:
 
 def test_an_empty_folder_is_no_error(tmp_path: Path) -> None:
     assert report.main([f"results_dir={tmp_path}"]) == 0
+
+
+def cached(speculation: str, cache: str, capacity: float, prefetch: bool, misses: float) -> dict[str, Any]:
+    """A row of the prediction experiment about a cache."""
+    common = {"prompt": "question", "model": "smollm2", "context": 4096, "budget": 256, "steps": 24, "scope": "cache"}
+    found = {"cache": cache, "capacity": capacity, "prefetch": prefetch, "misses": misses}
+    return {**common, "speculation": speculation, **found, "prefetched": 0.21 if prefetch else 0.0}
+
+
+def test_caches_have_a_table_and_a_figure_of_their_own(put, rows, tmp_path: Path) -> None:
+    """Beside the rows that were there before them, in no order."""
+    caches = [
+        cached(seed, *cache, prefetch, 0.05 if prefetch else 0.3)
+        for seed in ("random", "self")
+        for cache in (("LRU", 1.5), ("LRU", 1), ("last set", 1))
+        for prefetch in (True, False)
+    ]
+    caches.append(cached("self", "optimum", 1, False, 0.2))
+    put("prediction", rows=[*caches, *rows["prediction"]])
+    build_report(tmp_path)
+    caches = ["last set 1x", "LRU 1x", "LRU 1.5x"]
+    expected = [f"{seed} {cache} 30.0 5.0 21.0" for seed in ("self", "random") for cache in caches]
+    expected.insert(3, "self optimum 1x 20.0 - -")
+    assert [" ".join(line[3:]) for line in lines(tmp_path, "prediction_cache")] == expected
+    assert "| 1K | 256 | 16 | self | 70.0 | 88.0 | - |" in text(tmp_path, "prediction")
+    assert "LRU" not in text(tmp_path, "prediction")
+    missing, ahead = axes(tmp_path, "prediction_cache")
+    assert legend(missing) == ["no prediction", "optimum without prefetch", "prefetching, self", "prefetching, random"]
+    assert legend(ahead) == ["prefetched, self", "prefetched, random"]
+    assert missing.get_lines()[2].get_xydata().tolist() == [[1, 5], [1.5, 5]]
+
+
+def test_a_cache_row_must_be_whole(put, rows) -> None:
+    row = cached("self", "LRU", 2, True, 0.1)
+    with pytest.raises(ValueError, match=r"rows\[0\]\.misses' is 1\.1; it must be a number from 0 to 1"):
+        put("prediction", rows=[{**row, "misses": 1.1}])
