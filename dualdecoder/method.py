@@ -23,6 +23,7 @@ from dualdecoder.ledger import Ledger, MemoryPlan
 REGISTRY: dict[str, str] = {
     "dualdecoder": "dualdecoder.dual:DualDecoder",
     "full_kv": "baselines.full_kv:FullKV",
+    "shadowkv": "baselines.shadowkv:ShadowKV",
 }
 
 
@@ -33,7 +34,7 @@ class PrefillSink(Protocol):
 
 
 # (layer, true set of row 0, set of the last row) -> the two sets to go on with, each [B, K, S]. For replaying known
-# selections and for forcing wrong predictions.
+# selections and for forcing wrong predictions. A method may ask for groups of sequences, one group after the other.
 Rewrite = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
