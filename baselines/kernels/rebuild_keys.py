@@ -15,6 +15,7 @@ P = D / 2 pairs, Z slots, X = K and V.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,6 +28,10 @@ from dualdecoder.kernels.slots import FetchList
 SMALLEST = 16
 TILE_TOKENS = 64
 RANK_BLOCK = 32
+NUM_WARPS = 4
+# Without matrix units the products are multiply-adds, which spill registers in large tiles.
+TILE_TOKENS_FP32 = 32
+NUM_WARPS_FP32 = 8
 # Two for each of an H200's multiprocessors.
 PROGRAMS = 264
 NO_HEAD = tl.constexpr(2**31 - 1)
@@ -85,15 +90,15 @@ def _rebuild_kernel(
                 left_ptr, right_ptr + wide * (U * D), row_M, mine_M, U, D, PP, BLOCK_U, INTERPRETED
             )
             at_MP = records_ptr + ((wide * slots + slot_M) * (2 * C) + token_M)[:, None] * D + p[None, :]
-            stored_MP, kind = mine_M[:, None] & real_1P, records_ptr.dtype.element_ty
-            tl.store(at_MP, (first_MP * cos_MP - second_MP * sin_MP).to(kind), mask=stored_MP)
-            tl.store(at_MP + D // 2, (second_MP * cos_MP + first_MP * sin_MP).to(kind), mask=stored_MP)
+            stored_MP = mine_M[:, None] & real_1P
+            turned_MP = first_MP * cos_MP - second_MP * sin_MP
+            tl.store(at_MP, turned_MP.to(records_ptr.dtype.element_ty), mask=stored_MP)
+            turned_MP = second_MP * cos_MP + first_MP * sin_MP
+            tl.store(at_MP + D // 2, turned_MP.to(records_ptr.dtype.element_ty), mask=stored_MP)
             head = tl.min(tl.where(head_M > head, head_M, NO_HEAD), axis=0)
 
 
-def rebuild_keys(
-    keys: LowRankKeys, fetch: FetchList, records_BKZXCD: Tensor, *, programs: int = PROGRAMS, num_warps: int = 4
-) -> None:
+def rebuild_keys(keys: LowRankKeys, fetch: FetchList, records_BKZXCD: Tensor, *, programs: int = PROGRAMS) -> None:
     """Write the keys of the listed chunks into the first halves of their slots; nothing else is touched.
 
     Factors and records share one dtype: bf16, fp16 or fp32; all contiguous. Products are summed in fp32, rotated in
@@ -102,11 +107,13 @@ def rebuild_keys(
     """
     _check(keys, records_BKZXCD)
     chunks, chunk, rank = keys.left_BNCU.shape[1:]
+    wide = records_BKZXCD.dtype == torch.float32
+    tile, num_warps = (TILE_TOKENS_FP32, NUM_WARPS_FP32) if wide else (TILE_TOKENS, NUM_WARPS)
     kv_heads, slots, head_dim = keys.right_BKUD.shape[1], records_BKZXCD.shape[2], keys.right_BKUD.shape[3]
     _rebuild_kernel[(programs,)](
         keys.left_BNCU, keys.right_BKUD, keys.rotation.frequency_P, records_BKZXCD, fetch.entries, fetch.count,
         keys.rotation.scale, fetch.entries.shape[1], kv_heads, chunks, slots, U=rank, C=chunk, D=head_dim,
-        PP=max(SMALLEST, triton.next_power_of_2(head_dim // 2)), CHUNKS=max(1, TILE_TOKENS // chunk),
+        PP=max(SMALLEST, triton.next_power_of_2(head_dim // 2)), CHUNKS=max(1, tile // chunk),
         BLOCK_U=RANK_BLOCK, INTERPRETED=triton.knobs.runtime.interpret, num_warps=num_warps,
     )  # fmt: skip
 
