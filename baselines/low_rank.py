@@ -99,9 +99,9 @@ class LowRankKeys:
         """
         chunk_BKS = chunk_BKS.clamp(min=0)
         b = torch.arange(len(chunk_BKS), device=chunk_BKS.device)[:, None, None]
-        left_BKSCU = self.left_BNCU[b, chunk_BKS].float()
-        keys_BKSCD = left_BKSCU @ self.right_BKUD.float().unsqueeze(2)
+        left_BKMU = self.left_BNCU[b, chunk_BKS].float().flatten(2, 3)  # M = S C
         tokens = self.left_BNCU.shape[2]
+        keys_BKSCD = (left_BKMU @ self.right_BKUD.float()).unflatten(2, (-1, tokens))
         position_BKSC = chunk_BKS.unsqueeze(-1) * tokens + torch.arange(tokens, device=chunk_BKS.device)
         return self.rotation(keys_BKSCD, position_BKSC).to(self.left_BNCU.dtype)
 
