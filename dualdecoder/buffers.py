@@ -37,9 +37,13 @@ class ChunkBuffer:
         """Enter chunks into the table where ``where_BKS`` holds. Those slots must differ within a head."""
         self.held_BKS.copy_(_scatter(self.held_BKS, self._target(slot_BKS, where_BKS), chunk_BKS))
 
-    def put(self, slot_BKS: Tensor, records_BKSXCD: Tensor, where_BKS: Tensor) -> None:
-        """Write records into slots where ``where_BKS`` holds. Those slots must differ within a head."""
-        self.records_BKSXCD.copy_(_scatter(self.records_BKSXCD, self._target(slot_BKS, where_BKS), records_BKSXCD))
+    def put(self, slot_BKS: Tensor, records_BKSXCD: Tensor, where_BKS: Tensor, half: int = 0) -> None:
+        """Write records into slots where ``where_BKS`` holds. Those slots must differ within a head.
+
+        Records of one half only (X = 1) are keys with ``half`` 0 and values with ``half`` 1.
+        """
+        kept_BKSXCD = self.records_BKSXCD[:, :, :, half : half + records_BKSXCD.shape[3]]
+        kept_BKSXCD.copy_(_scatter(kept_BKSXCD, self._target(slot_BKS, where_BKS), records_BKSXCD))
 
     def _target(self, slot_BKS: Tensor, where_BKS: Tensor) -> Tensor:
         # Entries that are not written go to a spare slot, so that nothing depends on how many there are.
@@ -48,6 +52,10 @@ class ChunkBuffer:
     def clear(self) -> None:
         """Hold nothing."""
         self.held_BKS.fill_(NO_CHUNK)
+
+    def part(self, sequences: slice) -> ChunkBuffer:
+        """The same memory, of some of the sequences."""
+        return ChunkBuffer(self.records_BKSXCD[sequences], self.held_BKS[sequences])
 
     def take(self, slot_BKS: Tensor) -> Tensor:
         """Records of the slots, in the given order."""

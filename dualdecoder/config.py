@@ -167,20 +167,13 @@ URGENTS = ("gather", "in_place")
 
 
 @dataclass(frozen=True)
-class DualDecoderConfig(MethodConfig):
-    """Settings of the DualDecoder method (paper sections 4 and 5; defaults as in ``design.md`` section 4).
+class ChunkConfig(MethodConfig):
+    """Settings of a method that selects chunks of the context (defaults as in ``design.md`` section 4).
 
     budget: selected tokens per KV head and step; a multiple of ``chunk``.
     chunk: tokens of a chunk.
     outliers_per_1024: outlier chunks per 1024 tokens of budget; at least one is always kept.
     local: newest prompt tokens that stay on the GPU; a multiple of ``chunk``.
-    window: capacity in tokens of the recent window (local + generated); beyond it the oldest chunk is flushed.
-    speculation: where the second row's token comes from. self: the previous second row, started with the true
-        second token; random_first: the same, started with a random token; random: a random token each step;
-        none: one row, no prediction.
-    schedule: layer_aware: prefetch two layers ahead; on_demand: fetch only when the selection is known.
-    urgent: how missing chunks arrive. gather: a kernel on the urgent stream copies them before attention starts (the
-        paper's way); in_place: attention itself reads them from host memory, beside what it reads from the buffer.
     host_sequences: sequences that the host keeps KV for; 0 for all. Fewer share it, for measuring transfers only.
     """
 
@@ -188,31 +181,53 @@ class DualDecoderConfig(MethodConfig):
     chunk: int = 8
     outliers_per_1024: int = 24
     local: int = 32
-    window: int = 64
-    speculation: str = "self"
-    schedule: str = "layer_aware"
-    urgent: str = "gather"
     host_sequences: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.chunk >= 1, "chunk", self.chunk, "a positive number of tokens")
-        for name in ("budget", "local", "window"):
-            value = getattr(self, name)
-            ok = value >= self.chunk and value % self.chunk == 0
-            require(ok, name, value, f"a positive multiple of chunk ({self.chunk} tokens)")
-        minimum = self.local + 2 * self.chunk
-        require(self.window >= minimum, "window", self.window, f"at least local + 2 chunks = {minimum} tokens")
+        for name in ("budget", "local"):
+            self._require_chunks(name)
         require(self.outliers_per_1024 >= 0, "outliers_per_1024", self.outliers_per_1024, "0 or more chunks")
-        require(self.speculation in SPECULATIONS, "speculation", self.speculation, ", ".join(SPECULATIONS))
         require(self.host_sequences >= 0, "host_sequences", self.host_sequences, "0 (all) or a number of sequences")
-        require(self.schedule in SCHEDULES, "schedule", self.schedule, ", ".join(SCHEDULES))
-        require(self.urgent in URGENTS, "urgent", self.urgent, ", ".join(URGENTS))
+
+    def _require_chunks(self, name: str) -> None:
+        value = getattr(self, name)
+        ok = value >= self.chunk and value % self.chunk == 0
+        require(ok, name, value, f"a positive multiple of chunk ({self.chunk} tokens)")
 
     @property
     def outliers(self) -> int:
         """Outlier chunks per KV head (O)."""
         return max(1, round(self.outliers_per_1024 * self.budget / 1024))
+
+
+@dataclass(frozen=True)
+class DualDecoderConfig(ChunkConfig):
+    """Settings of the DualDecoder method (paper sections 4 and 5), besides those of ``ChunkConfig``.
+
+    window: capacity in tokens of the recent window (local + generated); beyond it the oldest chunk is flushed.
+    speculation: where the second row's token comes from. self: the previous second row, started with the true
+        second token; random_first: the same, started with a random token; random: a random token each step;
+        none: one row, no prediction.
+    schedule: layer_aware: prefetch two layers ahead; on_demand: fetch only when the selection is known.
+    urgent: how missing chunks arrive. gather: a kernel on the urgent stream copies them before attention starts (the
+        paper's way); in_place: attention itself reads them from host memory, beside what it reads from the buffer.
+    """
+
+    window: int = 64
+    speculation: str = "self"
+    schedule: str = "layer_aware"
+    urgent: str = "gather"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_chunks("window")
+        minimum = self.local + 2 * self.chunk
+        require(self.window >= minimum, "window", self.window, f"at least local + 2 chunks = {minimum} tokens")
+        require(self.speculation in SPECULATIONS, "speculation", self.speculation, ", ".join(SPECULATIONS))
+        require(self.schedule in SCHEDULES, "schedule", self.schedule, ", ".join(SCHEDULES))
+        require(self.urgent in URGENTS, "urgent", self.urgent, ", ".join(URGENTS))
 
     @property
     def attended_tokens(self) -> int:

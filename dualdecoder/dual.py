@@ -15,15 +15,14 @@ import math
 import torch
 from torch import Tensor
 
-from dualdecoder import window
 from dualdecoder.buffers import ChunkBuffer
 from dualdecoder.config import DualDecoderConfig
 from dualdecoder.errors import require
 from dualdecoder.host_store import HostStore
-from dualdecoder.landmarks import NO_CHUNK, chunk_landmarks, outlier_chunks
+from dualdecoder.landmarks import NO_CHUNK
 from dualdecoder.method import Capabilities, KVMethod
 from dualdecoder.ops import Counting, History, LayerState, Ops, ReferenceOps
-from dualdecoder.telemetry import Telemetry
+from dualdecoder.telemetry import Telemetry, share
 from dualdecoder.transfer import SideStream
 
 # Prefetch distance in layers: with two buffers, the one that layer l frees is next used by layer l + 2.
@@ -66,8 +65,9 @@ class DualDecoder(KVMethod):
         from dualdecoder.kernels.ops import TritonOps
 
         return TritonOps(
-            self.model, self.config, batch=self.batch, rows=self.rows, chunks=self.chunks, slots=self.slots,
-            outliers=self.layers[0].outliers_BKO.shape[-1], buffers=BUFFERS, dtype=self.dtype, ledger=self.ledger,
+            self.model, batch=self.batch, rows=self.rows, chunk=self.config.chunk, chunks=self.chunks,
+            slots=self.slots, outliers=self.layers[0].outliers_BKO.shape[-1], window=self.config.window,
+            buffers=BUFFERS, dtype=self.dtype, ledger=self.ledger,
         )  # fmt: skip
 
     def _allocate_memory(self) -> None:
@@ -84,17 +84,10 @@ class DualDecoder(KVMethod):
         self.telemetry = Telemetry(model.layers, ledger)
 
     def _allocate_layer(self) -> LayerState:
-        model, ledger, chunk = self.model, self.ledger, self.config.chunk
-        head, outliers = (self.batch, model.kv_heads), min(self.config.outliers, self.chunks)
-        records = (*head, outliers, 2, chunk, model.head_dim)
-        return LayerState(
-            landmarks_BKND=ledger.on_device("landmarks", (*head, self.chunks, model.head_dim), self.dtype),
-            outliers_BKO=self._chunk_table(outliers),
-            outlier_records_BKOXCD=ledger.on_device("outliers", records, self.dtype),
-            window_BKXWD=ledger.on_device("window", (*head, 2, self.config.window, model.head_dim), self.dtype),
-            length_B=self.length_B,
-            chunks_B=self.chunks_B,
-        )
+        return LayerState.allocate(
+            self.model, self.length_B, self.chunks_B, chunks=self.chunks, outliers=self.config.outliers,
+            chunk=self.config.chunk, window=self.config.window, dtype=self.dtype, ledger=self.ledger,
+        )  # fmt: skip
 
     def _chunk_table(self, entries: int) -> Tensor:
         shape = (self.batch, self.model.kv_heads, entries)
@@ -106,25 +99,18 @@ class DualDecoder(KVMethod):
         """Chunks to the host with landmarks and outliers; the local window and the tail stay on the device."""
         tokens, chunk = len(k_TKD), self.config.chunk
         chunks = max(0, (tokens - self.config.local) // chunk)
-        kv_KXTD = torch.stack((k_TKD, v_TKD)).permute(2, 0, 1, 3)
         if chunks:
+            kv_KXTD = torch.stack((k_TKD, v_TKD)).permute(2, 0, 1, 3)
             records_KXNCD = kv_KXTD[:, :, : chunks * chunk].unflatten(2, (chunks, chunk))
-            self._keep_chunks(sequence, layer, records_KXNCD.transpose(1, 2))
-        window.write_prompt(self.layers[layer].window_BKXWD[sequence], chunks * chunk, kv_KXTD[:, :, chunks * chunk :])
+            self._keep_chunks(sequence, layer, records_KXNCD.transpose(1, 2).contiguous())
+        self.layers[layer].keep_rest(sequence, chunks * chunk, k_TKD, v_TKD)
         self.length_B[sequence], self.chunks_B[sequence] = tokens, chunks
 
     def _keep_chunks(self, sequence: int, layer: int, records_KNXCD: Tensor) -> None:
-        state = self.layers[layer]
-        records_KNXCD = records_KNXCD.contiguous()
         with self.prefetch.work():
             self.host.write_prompt(layer, sequence, records_KNXCD)
         self.prefetch.keep_alive(records_KNXCD)
-        landmarks_KND = chunk_landmarks(records_KNXCD[:, :, 0])
-        state.landmarks_BKND[sequence, :, : landmarks_KND.shape[1]] = landmarks_KND
-        outlier_KO = outlier_chunks(records_KNXCD[:, :, 0], landmarks_KND, state.outliers_BKO.shape[-1])
-        state.outliers_BKO[sequence] = outlier_KO
-        head_K1 = torch.arange(len(outlier_KO), device=outlier_KO.device)[:, None]
-        state.outlier_records_BKOXCD[sequence] = records_KNXCD[head_K1, outlier_KO.clamp(min=0)]
+        self.layers[layer].keep_chunks(sequence, records_KNXCD)
 
     def begin_step(self, rows: int, commit_B: Tensor) -> None:
         # A single-row step before dual-row decoding runs the same token again: comparing with it would flatter.
@@ -204,10 +190,7 @@ class DualDecoder(KVMethod):
         chunks = (tokens - local) // chunk
         for layer, state in enumerate(self.layers):
             self.host.fill_normal(layer, generator)
-            for tensor in (state.landmarks_BKND, state.outlier_records_BKOXCD, state.window_BKXWD):
-                tensor.normal_(generator=generator)
-            outliers = state.outliers_BKO.shape[-1]
-            state.outliers_BKO.copy_(torch.arange(outliers, device=generator.device) * (chunks // outliers))
+            state.fill_normal(chunks, generator)
         self.length_B.fill_(tokens)
         self.chunks_B.fill_(chunks)
 
@@ -219,11 +202,7 @@ class DualDecoder(KVMethod):
             **counts,
             "urgent_bytes": counts["urgent"] * record,
             "prefetched_bytes": counts["prefetched"] * record,
-            "hit_rate": _share(counts["hit"], counts["selected"]),
-            "kv_accuracy": _share(counts["predicted"], counts["comparable"]),
-            "reuse": _share(counts["reused"], counts["comparable"]),
+            "hit_rate": share(counts["hit"], counts["selected"]),
+            "kv_accuracy": share(counts["predicted"], counts["comparable"]),
+            "reuse": share(counts["reused"], counts["comparable"]),
         }
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else math.nan

@@ -1,6 +1,6 @@
-"""The full KV in host memory, one record a chunk and KV head: K then V, contiguous (4 KiB at D 128 in 16 bits).
+"""KV in host memory, one record a chunk and KV head: K then V, contiguous (4 KiB at D 128 in 16 bits), or V alone.
 
-Suffixes: A host sequences, B sequences, K KV heads, N chunks, X = the two halves K and V, C tokens of a chunk,
+Suffixes: A host sequences, B sequences, K KV heads, N chunks, X = the halves K and V, or V alone, C tokens of a chunk,
 D head size, S chunks of one request.
 """
 
@@ -14,16 +14,17 @@ from dualdecoder.ledger import Ledger
 
 
 class HostStore:
-    """Chunk records of all layers, ``[A, K, N, 2, C, D]`` a layer.
+    """Chunk records of all layers, ``[A, K, N, X, C, D]`` a layer. X is ``halves``: 2 for K and V, 1 for V alone.
 
     There are normally as many host sequences (A) as sequences. With fewer, sequence b uses host sequence b modulo A:
     only for measuring transfers of more sequences than the host has memory for.
     """
 
     def __init__(
-        self, model: ModelConfig, sequences: int, chunks: int, chunk: int, dtype: torch.dtype, ledger: Ledger
-    ) -> None:
-        shape = (sequences, model.kv_heads, chunks, 2, chunk, model.head_dim)
+        self, model: ModelConfig, sequences: int, chunks: int, chunk: int, dtype: torch.dtype, ledger: Ledger,
+        halves: int = 2,
+    ) -> None:  # fmt: skip
+        shape = (sequences, model.kv_heads, chunks, halves, chunk, model.head_dim)
         self.records = ledger.on_host("kv", model.layers, shape, dtype)
 
     @property
@@ -49,16 +50,19 @@ class HostStore:
             values = torch.empty(records.shape, dtype=records.dtype, device=generator.device)
             records.copy_(values.normal_(generator=generator), non_blocking=True)
 
-    def read(self, layer: int, chunk_BKS: Tensor) -> Tensor:
-        """Records ``[B, K, S, 2, C, D]`` of the chunk numbers; entries below 0 give chunk 0."""
-        return read_records(self.records[layer], chunk_BKS)
+    def read(self, layer: int, chunk_BKS: Tensor, first: int = 0) -> Tensor:
+        """Records ``[B, K, S, X, C, D]`` of the chunk numbers, for sequences from ``first`` on.
+
+        Entries below 0 give chunk 0.
+        """
+        return read_records(self.records[layer], chunk_BKS, first)
 
     def _of(self, layer: int, sequence: int) -> Tensor:
         return self.records[layer][sequence % len(self.records[layer])]
 
 
-def read_records(records_AKNXCD: Tensor, chunk_BKS: Tensor) -> Tensor:
-    """Records ``[B, K, S, 2, C, D]`` of one layer, sequence b's from b modulo A; entries below 0 give chunk 0."""
-    b = (torch.arange(chunk_BKS.shape[0]) % len(records_AKNXCD))[:, None, None]
+def read_records(records_AKNXCD: Tensor, chunk_BKS: Tensor, first: int = 0) -> Tensor:
+    """Records ``[B, K, S, X, C, D]`` of one layer, sequence b's from ``first + b`` modulo A; below 0, chunk 0's."""
+    b = ((torch.arange(chunk_BKS.shape[0]) + first) % len(records_AKNXCD))[:, None, None]
     k = torch.arange(records_AKNXCD.shape[1])[None, :, None]
     return records_AKNXCD[b, k, chunk_BKS.clamp(min=0)]

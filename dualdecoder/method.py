@@ -24,6 +24,7 @@ REGISTRY: dict[str, str] = {
     "dualdecoder": "dualdecoder.dual:DualDecoder",
     "full_kv": "baselines.full_kv:FullKV",
     "full_offload": "baselines.full_offload:FullOffload",
+    "shadowkv": "baselines.shadowkv:ShadowKV",
 }
 
 
@@ -34,7 +35,7 @@ class PrefillSink(Protocol):
 
 
 # (layer, true set of row 0, set of the last row) -> the two sets to go on with, each [B, K, S]. For replaying known
-# selections and for forcing wrong predictions.
+# selections and for forcing wrong predictions. A method may ask for groups of sequences, one group after the other.
 Rewrite = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 

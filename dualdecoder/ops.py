@@ -15,8 +15,10 @@ from torch import Tensor
 from dualdecoder import window
 from dualdecoder.attention import step_attention
 from dualdecoder.buffers import ChunkBuffer, assign_slots
+from dualdecoder.config import ModelConfig
 from dualdecoder.host_store import HostStore, read_records
-from dualdecoder.landmarks import NO_CHUNK, chunk_landmarks, chunk_scores, count_common, top_chunks
+from dualdecoder.landmarks import NO_CHUNK, chunk_landmarks, chunk_scores, count_common, outlier_chunks, top_chunks
+from dualdecoder.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,48 @@ class LayerState:
     window_BKXWD: Tensor
     length_B: Tensor
     chunks_B: Tensor
+
+    @classmethod
+    def allocate(
+        cls, model: ModelConfig, length_B: Tensor, chunks_B: Tensor, *, chunks: int, outliers: int, chunk: int,
+        window: int, dtype: torch.dtype, ledger: Ledger,
+    ) -> LayerState:  # fmt: skip
+        """Room for ``chunks`` landmarks, ``outliers`` chunks (at most all) and ``window`` tokens a KV head."""
+        head, outliers = (len(length_B), model.kv_heads), min(outliers, chunks)
+        records = (*head, outliers, 2, chunk, model.head_dim)
+        return cls(
+            landmarks_BKND=ledger.on_device("landmarks", (*head, chunks, model.head_dim), dtype),
+            outliers_BKO=ledger.on_device("tables", (*head, outliers), torch.int64).fill_(NO_CHUNK),
+            outlier_records_BKOXCD=ledger.on_device("outliers", records, dtype),
+            window_BKXWD=ledger.on_device("window", (*head, 2, window, model.head_dim), dtype),
+            length_B=length_B,
+            chunks_B=chunks_B,
+        )
+
+    def keep_chunks(self, sequence: int, records_KNXCD: Tensor) -> None:
+        """Landmarks and outliers of a prompt's chunks."""
+        landmarks_KND = chunk_landmarks(records_KNXCD[:, :, 0])
+        self.landmarks_BKND[sequence, :, : landmarks_KND.shape[1]] = landmarks_KND
+        outlier_KO = outlier_chunks(records_KNXCD[:, :, 0], landmarks_KND, self.outliers_BKO.shape[-1])
+        self.outliers_BKO[sequence] = outlier_KO
+        head_K1 = torch.arange(len(outlier_KO), device=outlier_KO.device)[:, None]
+        self.outlier_records_BKOXCD[sequence] = records_KNXCD[head_K1, outlier_KO.clamp(min=0)]
+
+    def keep_rest(self, sequence: int, start: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """The prompt's tokens from position ``start`` on, in the window."""
+        kv_KXTD = torch.stack((k_TKD[start:], v_TKD[start:])).permute(2, 0, 1, 3)
+        window.write_prompt(self.window_BKXWD[sequence], start, kv_KXTD)
+
+    def fill_normal(self, chunks: int, generator: torch.Generator) -> None:
+        """Random content for measuring without a prompt; outliers spread evenly over ``chunks`` chunks."""
+        for tensor in (self.landmarks_BKND, self.outlier_records_BKOXCD, self.window_BKXWD):
+            tensor.normal_(generator=generator)
+        outliers = self.outliers_BKO.shape[-1]
+        self.outliers_BKO.copy_(torch.arange(outliers, device=generator.device) * (chunks // outliers))
+
+    def part(self, sequences: slice) -> LayerState:
+        """The same memory, of some of the sequences."""
+        return LayerState(**{name: tensor[sequences] for name, tensor in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -81,7 +125,7 @@ class Ops(Protocol):
         """Make the buffer's table list these chunks only; returns the fetch that brings them all in."""
 
     def fetch(self, host: HostStore, layer: int, fetch: Any, buffer: ChunkBuffer) -> None:
-        """Copy records from the host into the buffer's slots."""
+        """Copy records from the host into the buffer's slots; only values if the host keeps only those."""
 
     def attend(
         self, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor, state: LayerState,
@@ -104,6 +148,9 @@ class Ops(Protocol):
     ) -> None:
         """Move the oldest chunk of full windows to the host with its landmark, then write row 0 into the window."""
 
+    def append(self, k_BKD: Tensor, v_BKD: Tensor, state: LayerState, commit_B: Tensor) -> None:
+        """Write row 0 into a window that has room for it."""
+
 
 @dataclass(frozen=True)
 class ReferenceFetch:
@@ -115,10 +162,13 @@ class ReferenceFetch:
 
 
 class ReferenceOps:
-    """PyTorch on any device that can index the host store directly, that is: on the CPU."""
+    """PyTorch on any device that can index the host store directly, that is: on the CPU.
 
-    def __init__(self, chunks: int, chunk: int) -> None:
-        self.chunks, self.chunk = chunks, chunk
+    ``first``: number in the host store of the first of its sequences.
+    """
+
+    def __init__(self, chunks: int, chunk: int, first: int = 0) -> None:
+        self.chunks, self.chunk, self.first = chunks, chunk, first
 
     def begin_step(self, chunks_B: Tensor) -> None:
         pass  # Nothing is kept from layer to layer.
@@ -145,7 +195,9 @@ class ReferenceOps:
         return ReferenceFetch(chunk_BKS, slot_BKS, chunk_BKS != NO_CHUNK)
 
     def fetch(self, host: HostStore, layer: int, fetch: ReferenceFetch, buffer: ChunkBuffer) -> None:
-        buffer.put(fetch.slot_BKS, host.read(layer, fetch.chunk_BKS), fetch.where_BKS)
+        records_BKSXCD = host.read(layer, fetch.chunk_BKS, self.first)
+        half = buffer.records_BKSXCD.shape[3] - records_BKSXCD.shape[3]
+        buffer.put(fetch.slot_BKS, records_BKSXCD, fetch.where_BKS, half)
 
     def attend(
         self, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor, state: LayerState,
@@ -178,6 +230,9 @@ class ReferenceOps:
         at = (torch.arange(len(flush_B), device=flush_B.device), slice(None), state.chunks_B)
         landmark_BKD, kept_BKD = chunk_landmarks(record_BKXCD[:, :, 0]), state.landmarks_BKND[at]
         state.landmarks_BKND[at] = torch.where(flush_B[:, None, None], landmark_BKD, kept_BKD)
+        self.append(k_BKD, v_BKD, state, commit_B)
+
+    def append(self, k_BKD: Tensor, v_BKD: Tensor, state: LayerState, commit_B: Tensor) -> None:
         window.write_token(state.window_BKXWD, state.length_B, torch.stack((k_BKD, v_BKD), dim=2), commit_B)
 
 

@@ -41,24 +41,29 @@ class SelectionReplay:
         self.slots, self.chunks = slots, chunks
         self.moved = round((1 - config.reuse) * slots)
         self.right = round(config.accuracy * slots)
+        # Sequences of the present layer that have been given their sets.
+        self.served = 0
         self.step = ledger.on_device("replay", (1,), torch.int64)
         self.order_BKN = ledger.on_device("replay", shape, torch.int64)
         generator = torch.Generator(ledger.device).manual_seed(config.seed)
         for order_KN in self.order_BKN:
             order_KN.copy_(torch.rand(order_KN.shape, generator=generator, device=ledger.device).argsort(dim=-1))
 
-    def sets(self, layer: int, layers: int) -> tuple[Tensor, Tensor]:
+    def sets(self, layer: int, layers: int, sequences: int | None = None) -> tuple[Tensor, Tensor]:
         """The step's true set and what it predicts of the next one, ``[B, K, S]`` int64, in the process's own order.
 
-        Layers are asked for in order, from 0 to ``layers - 1``, once a step.
+        Layers are asked for in order, from 0 to ``layers - 1``, once a step: for all sequences at a time, or in groups
+        of ``sequences``, which follow each other.
         """
-        if layer == 0:
+        if layer == 0 and self.served == 0:
             # All layers' sets at once: a launch a step instead of a launch a layer, which a real selection has not.
             place_LZS = self._places(layers)[:, :, None, None]
             shape = (layers, 2, *self.order_BKN.shape[:2], self.slots)
             self.sets_LZBKS = self.order_BKN.expand(layers, 2, -1, -1, -1).gather(-1, place_LZS.expand(shape))
             self.step += 1
-        return self.sets_LZBKS[layer, 0], self.sets_LZBKS[layer, 1]
+        sets_ZBKS = self.sets_LZBKS[layer, :, self.served :][:, :sequences]
+        self.served = (self.served + sets_ZBKS.shape[1]) % len(self.order_BKN)
+        return sets_ZBKS[0], sets_ZBKS[1]
 
     def _places(self, layers: int) -> Tensor:
         """Places in the order for all layers of a step: of the true set, and of the prediction."""
@@ -78,5 +83,5 @@ def replay_selection(method: KVMethod, config: ReplayConfig) -> SelectionReplay:
     """
     shape = (method.batch, method.model.kv_heads, int(method.chunks_B[0]))
     replay = SelectionReplay(config, shape, method.slots, method.ledger)
-    method.rewrite = lambda layer, _chosen, _predicted: replay.sets(layer, method.model.layers)
+    method.rewrite = lambda layer, chosen, _predicted: replay.sets(layer, method.model.layers, len(chosen))
     return replay

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from dualdecoder.ledger import Ledger
@@ -26,3 +28,8 @@ class Telemetry:
     def totals(self) -> dict[str, int]:
         """Counts summed over layers, on the host."""
         return dict(zip(FIELDS, self.counts.sum(dim=0).tolist(), strict=True))
+
+
+def share(part: int, whole: int) -> float:
+    """``part / whole``, NaN of nothing."""
+    return part / whole if whole else math.nan

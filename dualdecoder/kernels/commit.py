@@ -34,16 +34,18 @@ def _commit_kernel(
     window_ptr, host_ptr, landmark_ptr, k_ptr, v_ptr, start_ptr, length_ptr, flush_ptr, commit_ptr,
     k_stride_b, k_stride_k, v_stride_b, v_stride_k,
     A: tl.constexpr, K: tl.constexpr, N: tl.constexpr, W: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    FLUSHES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     b, kv_head = head // K, head % K
     window_ptr += head * (2 * W * D)
-    if tl.load(flush_ptr + b):
-        start = tl.load(start_ptr + b)
-        record = ((b % A * K + kv_head) * N + start // C) * (2 * C * D)
-        _flush(window_ptr, host_ptr + record, landmark_ptr + (head * N + start // C) * D, start, W, C, D)
-    # No thread writes the new token before all have read the chunk.
-    tl.debug_barrier()
+    if FLUSHES:
+        if tl.load(flush_ptr + b):
+            start = tl.load(start_ptr + b)
+            record = ((b % A * K + kv_head) * N + start // C) * (2 * C * D)
+            _flush(window_ptr, host_ptr + record, landmark_ptr + (head * N + start // C) * D, start, W, C, D)
+        # No thread writes the new token before all have read the chunk.
+        tl.debug_barrier()
     if tl.load(commit_ptr + b):
         d = tl.arange(0, D)
         slot = tl.load(length_ptr + b) % W
@@ -74,19 +76,38 @@ def commit_step(
     """
     batch, kv_heads, _, tokens, head_dim = window_BKXWD.shape
     chunk = host_AKNXCD.shape[4]
-    _check(window_BKXWD, host_AKNXCD, landmarks_BKND, k_BKD, v_BKD)
+    _check(window_BKXWD, k_BKD, v_BKD)
+    _check_flush(window_BKXWD, host_AKNXCD, landmarks_BKND)
     _commit_kernel[(batch * kv_heads,)](
         window_BKXWD, host_AKNXCD, landmarks_BKND, k_BKD, v_BKD, start_B, length_B, flush_B, commit_B,
         *k_BKD.stride()[:2], *v_BKD.stride()[:2], A=len(host_AKNXCD),
-        K=kv_heads, N=landmarks_BKND.shape[2], W=tokens, C=chunk, D=head_dim, num_warps=num_warps,
+        K=kv_heads, N=landmarks_BKND.shape[2], W=tokens, C=chunk, D=head_dim, FLUSHES=True, num_warps=num_warps,
     )  # fmt: skip
 
 
-def _check(window_BKXWD: Tensor, host_AKNXCD: Tensor, landmarks_BKND: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> None:
-    for name, size in (("chunk", host_AKNXCD.shape[4]), ("head_dim", window_BKXWD.shape[4])):
-        require(size & (size - 1) == 0, name, size, "a power of two")
+def append_token(window_BKXWD: Tensor, k_BKD: Tensor, v_BKD: Tensor, length_B: Tensor, commit_B: Tensor) -> None:
+    """Only the second half of ``commit_step``: write row 0 where ``commit_B``; nothing leaves the window."""
+    batch, kv_heads, _, tokens, head_dim = window_BKXWD.shape
+    _check(window_BKXWD, k_BKD, v_BKD)
+    # A pointer that is not used may be any valid one.
+    _commit_kernel[(batch * kv_heads,)](
+        window_BKXWD, window_BKXWD, window_BKXWD, k_BKD, v_BKD, length_B, length_B, commit_B, commit_B,
+        *k_BKD.stride()[:2], *v_BKD.stride()[:2], A=1,
+        K=kv_heads, N=1, W=tokens, C=1, D=head_dim, FLUSHES=False, num_warps=1,
+    )  # fmt: skip
+
+
+def _check_flush(window_BKXWD: Tensor, host_AKNXCD: Tensor, landmarks_BKND: Tensor) -> None:
+    chunk = host_AKNXCD.shape[4]
+    require(chunk & (chunk - 1) == 0, "chunk", chunk, "a power of two")
     pinned = window_BKXWD.device.type == "cpu" or host_AKNXCD.device.type != "cpu" or host_AKNXCD.is_pinned()
     require(pinned, "host memory", "pageable", "pinned memory, which a kernel can write")
-    dense = window_BKXWD.is_contiguous() and landmarks_BKND.is_contiguous() and host_AKNXCD.is_contiguous()
-    last_dense = k_BKD.stride(-1) == v_BKD.stride(-1) == 1
-    require(dense and last_dense, "strides", "strided", "contiguous tensors; k and v in the last dimension")
+    dense = landmarks_BKND.is_contiguous() and host_AKNXCD.is_contiguous()
+    require(dense, "strides", "strided", "contiguous landmarks and host records")
+
+
+def _check(window_BKXWD: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> None:
+    head_dim = window_BKXWD.shape[4]
+    require(head_dim & (head_dim - 1) == 0, "head_dim", head_dim, "a power of two")
+    dense = window_BKXWD.is_contiguous() and k_BKD.stride(-1) == v_BKD.stride(-1) == 1
+    require(dense, "strides", "strided", "a contiguous window; k and v contiguous in the last dimension")

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from dualdecoder.kernels.slots import FetchList
 
+# Records with keys and values that a program has in flight.
+ROWS_OF_PAIRS = 4
+
 
 @triton.jit
 def _entries(entries_ptr, capacity, at_R, count):
@@ -30,16 +33,18 @@ def _entries(entries_ptr, capacity, at_R, count):
 
 @triton.jit
 def _gather_kernel(
-    host_ptr,  # int32 words of [A, K, N, 2, C, D], host memory
+    host_ptr,  # int32 words of [A, K, N, X, C, D], host memory
     buffer_ptr,  # int32 words of [B, K, Z, 2, C, D]
     entries_ptr,
     count_ptr,
     capacity,
+    first_sequence,
     sequences,
     heads,
     chunks,
     slots,
     WORDS: tl.constexpr,
+    SLOT_WORDS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -49,7 +54,7 @@ def _gather_kernel(
     begin = tl.program_id(0) * ROWS
     head_R, chunk_R, slot_R = _entries(entries_ptr, capacity, begin + row_R, count)
     for first in range(begin, count, step):
-        host_head_R = (head_R // heads) % sequences * heads + head_R % heads
+        host_head_R = (head_R // heads + first_sequence) % sequences * heads + head_R % heads
         source_R = host_head_R.to(tl.int64) * chunks + chunk_R
         target_R = head_R.to(tl.int64) * slots + slot_R
         moved_RW = (first + row_R < count)[:, None] & (word_W < WORDS)[None, :]
@@ -57,7 +62,9 @@ def _gather_kernel(
         # The next entries come while the records are under way; they are not touched before the next round, or the
         # compiler would put the wait for them in front of the records' reads.
         head_R, chunk_R, slot_R = _entries(entries_ptr, capacity, first + step + row_R, count)
-        tl.store(buffer_ptr + target_R[:, None] * WORDS + word_W[None, :], words_RW, mask=moved_RW)
+        # Records without keys go behind the place of the keys.
+        at_R1 = buffer_ptr + (target_R * SLOT_WORDS + (SLOT_WORDS - WORDS))[:, None]
+        tl.store(at_R1 + word_W[None, :], words_RW, mask=moved_RW)
 
 
 def gather_records(
@@ -65,29 +72,34 @@ def gather_records(
     buffer_BKZXCD: Tensor,
     fetch: FetchList,
     *,
+    first: int = 0,
     programs: int = 32,
-    rows: int = 4,
+    rows: int | None = None,
     num_warps: int = 4,
 ) -> None:
     """Copy the listed records of one layer from the host store into their buffer slots.
 
-    host_AKNXCD: page-locked CPU memory (or device memory). With fewer host sequences than the buffer has, sequence b
-    reads those of b modulo A. buffer_BKZXCD: the same dtype and record shape, on the device. Any dtype; a record is a
-    multiple of 4 bytes. ``programs`` bounds the SMs taken, ``rows`` (a power of two) the records in flight of each.
+    host_AKNXCD: page-locked CPU memory (or device memory). Sequence b of the buffer reads host sequence ``first + b``,
+    modulo A. buffer_BKZXCD: on the device, of the same dtype; X = 2. Host records hold keys and values (X = 2), or only
+    values (X = 1), which go to the second half of the slot. Any dtype; a record is a multiple of 4 bytes. ``programs``
+    bounds the SMs taken, ``rows`` (a power of two) the records in flight of each: 4, or 8 without keys.
     """
-    assert host_AKNXCD.shape[3:] == buffer_BKZXCD.shape[3:] and host_AKNXCD.dtype == buffer_BKZXCD.dtype
+    assert host_AKNXCD.shape[4:] == buffer_BKZXCD.shape[4:] and host_AKNXCD.dtype == buffer_BKZXCD.dtype
+    assert host_AKNXCD.shape[3] <= buffer_BKZXCD.shape[3] == 2, "the buffer has room for keys and values"
     assert host_AKNXCD.is_contiguous() and buffer_BKZXCD.is_contiguous(), "records must be contiguous"
-    words = buffer_BKZXCD[0, 0, 0].nbytes // 4
+    words = host_AKNXCD[0, 0, 0].nbytes // 4
     _gather_kernel[(programs,)](
         host_AKNXCD.view(torch.int32),
         buffer_BKZXCD.view(torch.int32),
         fetch.entries,
         fetch.count,
         fetch.entries.shape[1],
+        first,
         *host_AKNXCD.shape[:3],
         buffer_BKZXCD.shape[2],
         WORDS=words,
+        SLOT_WORDS=buffer_BKZXCD[0, 0, 0].nbytes // 4,
         BLOCK_W=triton.next_power_of_2(words),
-        ROWS=rows,
+        ROWS=rows or ROWS_OF_PAIRS * 2 // host_AKNXCD.shape[3],
         num_warps=num_warps,
     )

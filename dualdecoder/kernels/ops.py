@@ -1,4 +1,4 @@
-"""The operations of one DualDecoder layer in Triton, with the meaning of ``dualdecoder.ops``.
+"""The operations of one layer in Triton, with the meaning of ``dualdecoder.ops``.
 
 All outputs and intermediate tensors are allocated once, so that a step can be captured in a CUDA graph. Side streams
 carry the fetches: each transfer that may be under way at the same time has a fetch list of its own.
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from dualdecoder.buffers import ChunkBuffer
-from dualdecoder.config import DualDecoderConfig, ModelConfig
+from dualdecoder.config import ModelConfig
 from dualdecoder.host_store import HostStore
-from dualdecoder.kernels.commit import commit_step
+from dualdecoder.kernels.commit import append_token, commit_step
 from dualdecoder.kernels.gather import gather_records
 from dualdecoder.kernels.selection import Selection
 from dualdecoder.kernels.slots import FetchList, SlotWorkspace, assign_slots, replace_all
@@ -23,16 +23,20 @@ from dualdecoder.ops import Counting, LayerState
 
 
 class TritonOps:
-    """Kernels and their workspaces for one method instance."""
+    """Kernels and their workspaces for one method instance, or for some of its sequences.
+
+    buffers: how many chunk buffers may be filled ahead at a time, 0 where nothing is. first: number in the host store
+    of the first sequence.
+    """
 
     def __init__(
-        self, model: ModelConfig, config: DualDecoderConfig, *, batch: int, rows: int, chunks: int, slots: int,
-        outliers: int, buffers: int, dtype: torch.dtype, ledger: Ledger,
+        self, model: ModelConfig, *, batch: int, rows: int, chunk: int, chunks: int, slots: int, outliers: int,
+        window: int, buffers: int, dtype: torch.dtype, ledger: Ledger, first: int = 0,
     ) -> None:  # fmt: skip
         heads, kv_heads = model.query_heads, model.kv_heads
-        self.chunk = config.chunk
+        self.chunk, self.first = chunk, first
         self.selection = Selection(ledger, model, batch=batch, rows=rows, chunks=chunks, count=slots)
-        past = (slots + outliers) * config.chunk + config.window
+        past = (slots + outliers) * chunk + window
         self.attention_workspace = SparseAttentionWorkspace.allocate(ledger, batch, kv_heads, model.head_dim, past)
         self.sets = ledger.on_device("workspace", (batch * rows * kv_heads * slots,), torch.int64)
         self.output = ledger.on_device("workspace", (batch * rows * heads * model.head_dim,), dtype)
@@ -45,7 +49,8 @@ class TritonOps:
         missing, expected = (counters.split(1) for counters in self.counters)
         self.misses = [FetchList(entries[0], count) for count in missing]
         # The list of the buffer handed over before may still be in use.
-        self.expected = [FetchList(entries[1 + i % buffers], count) for i, count in enumerate(expected)]
+        ahead = [FetchList(entries[1 + i % buffers], count) for i, count in enumerate(expected)] if buffers else []
+        self.expected = ahead
         self.slot_workspace = SlotWorkspace.allocate(ledger, batch * kv_heads, chunks, slots)
         self.finds = self.replacements = 0
 
@@ -74,7 +79,7 @@ class TritonOps:
         return expected
 
     def fetch(self, host: HostStore, layer: int, fetch: FetchList, buffer: ChunkBuffer) -> None:
-        gather_records(host.records[layer], buffer.records_BKSXCD, fetch)
+        gather_records(host.records[layer], buffer.records_BKSXCD, fetch, first=self.first)
 
     def attend(
         self, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor, state: LayerState,
@@ -95,6 +100,9 @@ class TritonOps:
             state.window_BKXWD, host.records[layer], state.landmarks_BKND, k_BKD, v_BKD,
             self.start_B, state.length_B, flush_B, commit_B,
         )  # fmt: skip
+
+    def append(self, k_BKD: Tensor, v_BKD: Tensor, state: LayerState, commit_B: Tensor) -> None:
+        append_token(state.window_BKXWD, k_BKD, v_BKD, state.length_B, commit_B)
 
 
 def _shaped(flat: Tensor, shape: tuple[int, ...]) -> Tensor:

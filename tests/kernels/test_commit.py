@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dualdecoder.errors import ConfigError
-from dualdecoder.kernels.commit import commit_step
+from dualdecoder.kernels.commit import append_token, commit_step
 from dualdecoder.landmarks import chunk_landmarks
 from dualdecoder.window import read_chunk, write_token
 
@@ -117,6 +117,16 @@ def test_nothing_to_do_leaves_no_trace(device: str) -> None:
     state.flush_B.fill_(False), state.commit_B.fill_(False)
     for got, before in zip(commit_by_kernel(state, device), state.results(), strict=True):
         assert torch.equal(got, before)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_appending_writes_the_token_alone(case: tuple, device: str) -> None:
+    state = State(*case, seed=3)
+    window = state.window_BKXWD.to(device)
+    _, k_BKD, v_BKD = state.fused_BRHD.to(device)[:, 0].split(window.shape[1], dim=1)
+    append_token(window, k_BKD, v_BKD, state.length_B.to(device), state.commit_B.to(device))
+    write_token(state.window_BKXWD, state.length_B, torch.stack((state.k_BKD, state.v_BKD), dim=2), state.commit_B)
+    assert torch.equal(window.cpu(), state.window_BKXWD)
 
 
 def test_a_chunk_without_a_kernel_is_refused(device: str) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fetch_lists import fetch_list
 from torch import Tensor
 
 from dualdecoder.kernels import slots
@@ -15,16 +16,6 @@ def host_records(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Random records in memory that kernels can read. The tensor keeps its block alive and locked."""
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     return PinnedMemory(numbers.nbytes, piece=1 << 20).tensor(shape, dtype).copy_(numbers)
-
-
-def fetch_list(entries: list[tuple[int, int, int]], device: str) -> FetchList:
-    """A list with room beyond its end, filled with entries that would lead far outside."""
-    fetch = FetchList.allocate(Ledger(device), len(entries) + 5)
-    fetch.entries.fill_(1 << 30)
-    if entries:
-        fetch.entries[:, : len(entries)] = torch.tensor(entries, dtype=torch.int32).T
-    fetch.count.fill_(len(entries))
-    return fetch
 
 
 def check(host: Tensor, batch: int, slots_: int, count: int, device: str, **knobs: int) -> None:
@@ -93,10 +84,37 @@ def test_host_and_buffer_must_agree(device: str) -> None:
         gather_records(host, torch.zeros(1, 1, 2, 2, 8, 16, device=device), fetch_list([], device))
 
 
+@pytest.mark.parametrize(("sequences", "first"), [(4, 0), (4, 3), (3, 2), (1, 5)])
+def test_values_alone_go_behind_the_place_of_the_keys(sequences: int, first: int, device: str) -> None:
+    """Also for the later sequences of a host store, which another buffer's sequences share."""
+    host = host_records((sequences, 2, 6, 1, 4, 16), torch.bfloat16)
+    entries = [(head, (5 * head + slot) % 6, slot) for head in range(4) for slot in (2, 0)]
+    buffer = torch.full((2, 2, 3, 2, 4, 16), torch.nan, dtype=host.dtype, device=device)
+    wanted = buffer.cpu()
+    for head, chunk, slot in entries:
+        wanted[head // 2, head % 2, slot, 1] = host[(first + head // 2) % sequences, head % 2, chunk, 0]
+    gather_records(host, buffer, fetch_list(entries, device), first=first)
+    assert torch.equal(buffer.cpu().view(torch.uint8), wanted.view(torch.uint8))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("knobs", [{}, {"programs": 16, "rows": 8, "num_warps": 8}, {"programs": 8, "rows": 16}])
 def test_full_size(knobs: dict[str, int]) -> None:
     check(host_records((2, 8, 2048, 2, 8, 128), torch.bfloat16), 4, 256, 5000, "cuda", **knobs)
+
+
+@pytest.mark.gpu
+def test_full_size_of_values_alone() -> None:
+    host = host_records((2, 8, 2048, 1, 8, 128), torch.bfloat16)
+    order = torch.rand(4, 8, 2048, generator=torch.Generator().manual_seed(2)).argsort(-1)[..., :200]
+    entries = [(h, c, s) for h, row in enumerate(order.flatten(0, 1).tolist()) for s, c in enumerate(row)]
+    buffer = torch.full((4, 8, 256, 2, 8, 128), torch.nan, dtype=host.dtype, device="cuda")
+    gather_records(host, buffer, fetch_list(entries, "cuda"))
+    keys, values = buffer.cpu().unbind(dim=3)
+    assert keys.isnan().all()
+    for b in range(4):
+        for k in range(8):
+            assert torch.equal(values[b, k, :200], host[b % 2, k, order[b, k], 0])
 
 
 @pytest.mark.gpu
