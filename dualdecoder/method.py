@@ -23,6 +23,8 @@ from dualdecoder.ledger import Ledger, MemoryPlan
 REGISTRY: dict[str, str] = {
     "dualdecoder": "dualdecoder.dual:DualDecoder",
     "full_kv": "baselines.full_kv:FullKV",
+    "quest": "baselines.quest:Quest",
+    "oasiskv": "baselines.oasiskv:OasisKV",
 }
 
 

@@ -1,0 +1,1 @@
+"""Triton kernels of the baselines. Import a module only when its kernels are to run: it imports Triton."""
