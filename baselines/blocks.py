@@ -61,8 +61,10 @@ class BlockMethod(KVMethod):
         return self.ledger.on_device("tables", shape, dtype).fill_(NO_CHUNK)
 
     def _make_ops(self) -> BlockOps:
-        if self.device_type != "cuda":
-            return ReferenceBlockOps()
+        return self.triton_ops() if self.device_type == "cuda" else ReferenceBlockOps()
+
+    def triton_ops(self) -> BlockOps:
+        """The GPU's operations. Triton is imported only here, so that a CPU needs none."""
         from baselines.kernels.blocks import TritonBlockOps
 
         return TritonBlockOps(
@@ -96,7 +98,7 @@ class BlockMethod(KVMethod):
         torch.div(self.lengths.length_B + commit_B, BLOCK, rounding_mode="floor", out=self.following_B)
 
     def end_step(self) -> None:
-        self.lengths.length_B += self.commit_B
+        self.lengths.length_B.add_(self.commit_B)
         self.chunks_B.copy_(self.following_B)
 
     def read_bytes(self) -> int:

@@ -73,7 +73,7 @@ class OasisKV(BlockMethod):
         self.slot_BKS = self.table(self.slots, torch.int32)
         self.slot_BKS.copy_(torch.arange(self.slots, device=ledger.device))
         self.counts = ledger.on_device("tables", (model.layers, len(FIELDS)), torch.int64)
-        self.admission = self._make_admission(min(self.config.cap, self.slots))
+        self.admission = self._make_admission()
         self.prediction = SideStream(ledger.device, urgent=False)
         self.prefetch = SideStream(ledger.device, urgent=False)
 
@@ -81,13 +81,20 @@ class OasisKV(BlockMethod):
         buffer = ChunkBuffer.allocate(self.model, self.batch, self.slots, BLOCK, self.dtype, self.ledger)
         return Resident(buffer, self.table(self.slots))
 
-    def _make_admission(self, cap: int) -> Admission:
-        if self.device_type != "cuda":
-            return ReferenceAdmission(self.chunks, cap)
+    @property
+    def cap(self) -> int:
+        """Blocks admitted at most per KV head and step."""
+        return min(self.config.cap, self.slots)
+
+    def _make_admission(self) -> Admission:
+        return self.triton_admission() if self.device_type == "cuda" else ReferenceAdmission(self.chunks, self.cap)
+
+    def triton_admission(self) -> Admission:
+        """The GPU's admission, imported only here."""
         from baselines.kernels.admit import TritonAdmission
 
         heads = self.batch * self.model.kv_heads
-        return TritonAdmission(self.ledger, layers=self.model.layers, heads=heads, slots=self.slots, cap=cap)
+        return TritonAdmission(self.ledger, layers=self.model.layers, heads=heads, slots=self.slots, cap=self.cap)
 
     def keep_prompt(self, sequence: int, layer: int, q_THD: Tensor, records_KNXCD: Tensor) -> None:
         """All blocks to the host; those that the last prompt token would choose are the first resident set."""
