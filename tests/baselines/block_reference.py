@@ -74,3 +74,35 @@ def walk(method: KVMethod, layers: list[Layer], prompt: int) -> Iterator[tuple[i
         outputs = [method.attend(number, *qkv) for number, qkv in enumerate(tensors)]
         method.end_step()
         yield position, outputs
+
+
+@dataclass
+class ResidentSet:
+    """The resident blocks of one KV head by slot, and when each was last predicted. Plain lists and dicts."""
+
+    slots: list[int | None]
+    used: dict[int, int]
+
+    @classmethod
+    def first(cls, blocks: list[int], size: int, clock: int) -> "ResidentSet":
+        return cls(sorted(blocks) + [None] * (size - len(blocks)), dict.fromkeys(blocks, clock))
+
+    def admit(self, predicted: list[int], cap: int, clock: int) -> list[tuple[int, int]]:
+        """Follow a prediction, best block first; returns (block, slot) of what is brought in."""
+        for block in predicted:
+            if block in self.used:
+                self.used[block] = clock
+        brought = []
+        for block in [block for block in predicted if block not in self.used][:cap]:
+            slot = self._victim(predicted)
+            if self.slots[slot] is not None:
+                del self.used[self.slots[slot]]
+            self.slots[slot], self.used[block] = block, clock
+            brought.append((block, slot))
+        return brought
+
+    def _victim(self, predicted: list[int]) -> int:
+        if None in self.slots:
+            return self.slots.index(None)
+        free = [slot for slot, block in enumerate(self.slots) if block not in predicted]
+        return min(free, key=lambda slot: (self.used[self.slots[slot]], slot))
