@@ -41,7 +41,8 @@ class BlockMethod(KVMethod):
         self.chunks = math.ceil(self.context / BLOCK)
         self.slots = min(self.config.blocks, self.chunks)
         self.chunks_B, self.following_B = self._counter(), self._counter()
-        self.lengths = Lengths(self._counter(), self._counter())
+        self.length_B, self.start_B = self._counter(), self._counter()
+        self.lengths = Lengths(self.length_B, self.start_B)
         self.layers = [self._allocate_state() for _ in range(self.model.layers)]
         self.ops = self._make_ops()
 
@@ -83,7 +84,7 @@ class BlockMethod(KVMethod):
         records_KNXCD, tail_KXTD = split_prompt(k_TKD, v_TKD)
         state, blocks = self.layers[layer], records_KNXCD.shape[1]
         window.write_prompt(state.tail_BKXCD[sequence], blocks * BLOCK, tail_KXTD)
-        self.lengths.length_B[sequence], self.chunks_B[sequence] = len(k_TKD), blocks
+        self.length_B[sequence], self.chunks_B[sequence] = len(k_TKD), blocks
         if blocks:
             state.bounds_BKNYD[sequence, :, :blocks] = key_bounds(records_KNXCD[:, :, 0])
         self.keep_prompt(sequence, layer, q_THD, records_KNXCD)
@@ -94,16 +95,16 @@ class BlockMethod(KVMethod):
 
     def begin_step(self, rows: int, commit_B: Tensor) -> None:
         self.commit_B = commit_B
-        torch.mul(self.chunks_B, BLOCK, out=self.lengths.start_B)
-        torch.div(self.lengths.length_B + commit_B, BLOCK, rounding_mode="floor", out=self.following_B)
+        torch.mul(self.chunks_B, BLOCK, out=self.start_B)
+        torch.div(self.length_B + commit_B, BLOCK, rounding_mode="floor", out=self.following_B)
 
     def end_step(self) -> None:
-        self.lengths.length_B.add_(self.commit_B)
+        self.length_B += self.commit_B
         self.chunks_B.copy_(self.following_B)
 
     def read_bytes(self) -> int:
         head_bytes = self.model.kv_heads * 2 * self.model.head_dim * self.dtype.itemsize
-        past, full = int(self.lengths.length_B.sum()), int(self.chunks_B.sum())
+        past, full = int(self.length_B.sum()), int(self.chunks_B.sum())
         chosen = int(self.chunks_B.clamp(max=self.slots).sum())
         tail = past - full * BLOCK
         scored, dense = self.scored_layers(), self.model.layers - self.scored_layers()

@@ -134,7 +134,7 @@ class OasisKV(BlockMethod):
             number_BKS, scores_BKN = self.ops.select(q_BRHD[:, 1:], self.layers[layer], self.following_B, self.slots)
             if self.rewrite:
                 _, number_BKS = self.rewrite(layer, number_BKS, number_BKS)
-            prediction = Prediction(number_BKS, scores_BKN, self.lengths.length_B, self.commit_B)
+            prediction = Prediction(number_BKS, scores_BKN, self.length_B, self.commit_B)
             fetch = self.admission.admit(layer, prediction, resident, self.counts[layer])
             if self.transfers:
                 with self.prefetch.work():

@@ -9,6 +9,7 @@ from numpy.testing import assert_allclose
 from baselines.quest import Quest, QuestConfig
 from dualdecoder.config import ModelConfig
 from dualdecoder.engine import Engine
+from dualdecoder.selection_replay import ReplayConfig, replay_selection
 from tests.baselines.block_reference import BLOCK, Layer, attention, best_blocks, fill, tokens_of, walk
 
 SHAPE = ModelConfig("three-layers", 3, 8, 8, 6, 2, 16, 16, 4096)
@@ -131,3 +132,15 @@ def test_read_bytes_is_what_the_step_attends_to_and_scores() -> None:
     token = 2 * 2 * 16 * 4
     dense, scored = 221, (12 + 1) + (3 * BLOCK + 8) + (BLOCK + 5)
     assert method.read_bytes() == token * (dense + 2 * scored)
+
+
+def test_a_replayed_selection_moves_once_a_step_though_layers_are_dense() -> None:
+    method = Quest(SHAPE, QuestConfig(budget=64, dense_layers=1), batch=2, context=600, dtype=torch.float32)
+    method.fill_synthetic(500)
+    replay = replay_selection(method, ReplayConfig(reuse=1 / 3, accuracy=1.0))
+    for _ in range(4):
+        method.begin_step(1, torch.tensor([True, True]))
+        for layer in range(3):
+            assert method.attend(layer, *(torch.randn(2, 1, heads, 16) for heads in (6, 2, 2))).isfinite().all()
+        method.end_step()
+    assert int(replay.step) == 4
