@@ -66,11 +66,16 @@ class Quest(BlockMethod):
 
     def attend(self, layer: int, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor) -> Tensor:
         state, pages = self.layers[layer], self.pages[layer]
-        dense = layer < self.config.dense_layers
-        listed = Listed(pages, self.slot_BKN, self.full_BKN) if dense else self._select(layer, q_BRHD)
+        listed = self._list_all(layer) if layer < self.config.dense_layers else self._select(layer, q_BRHD)
         o_BRHD = self.ops.attend(q_BRHD, k_BRKD, v_BRKD, listed, state, self.lengths)
         self.ops.append(k_BRKD[:, 0], v_BRKD[:, 0], state, pages, self.lengths, self.commit_B)
         return o_BRHD
+
+    def _list_all(self, layer: int) -> Listed:
+        if self.rewrite:
+            # It counts steps by layers, so it hears of this one too; there is nothing to replace.
+            self.rewrite(layer, self.full_BKN, self.full_BKN)
+        return Listed(self.pages[layer], self.slot_BKN, self.full_BKN)
 
     def _select(self, layer: int, q_BRHD: Tensor) -> Listed:
         chosen_BKS, _ = self.ops.select(q_BRHD, self.layers[layer], self.chunks_B, self.slots)

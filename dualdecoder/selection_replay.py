@@ -9,7 +9,6 @@ Suffixes: B sequences, K KV heads, N chunks, S selected chunks.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +42,6 @@ class SelectionReplay:
         self.moved = round((1 - config.reuse) * slots)
         self.right = round(config.accuracy * slots)
         self.step = ledger.on_device("replay", (1,), torch.int64)
-        self.last_layer: float = math.inf
         self.order_BKN = ledger.on_device("replay", shape, torch.int64)
         generator = torch.Generator(ledger.device).manual_seed(config.seed)
         for order_KN in self.order_BKN:
@@ -52,12 +50,11 @@ class SelectionReplay:
     def sets(self, layer: int, layers: int) -> tuple[Tensor, Tensor]:
         """The step's true set and what it predicts of the next one, ``[B, K, S]`` int64, in the process's own order.
 
-        Layers are asked for in order, once a step; some may be left out, as layers are that do not select.
+        Layers are asked for in order, from 0 to ``layers - 1``, once a step.
         """
-        if layer <= self.last_layer:
+        if layer == 0:
             self.places_L2S = self._places(layers)
             self.step += 1
-        self.last_layer = layer
         place_12KS = self.places_L2S[layer][None, :, None].expand(len(self.order_BKN), 2, self.order_BKN.shape[1], -1)
         sets_B2KS = self.order_BKN[:, None].expand(-1, 2, -1, -1).gather(-1, place_12KS)
         return sets_B2KS[:, 0], sets_B2KS[:, 1]
