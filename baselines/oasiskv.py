@@ -5,9 +5,9 @@ blocks per sequence, layer and KV head, and the tail. Row 0 and the look-ahead r
 the tail and, causally, themselves. Then row 1's query scores all blocks; its best K are the prediction for the same
 layer of the next step. ``baselines/admission.py`` says which of them are copied; there is no corrective copy, so the
 result depends on the prediction. The first resident set is the last prompt token's own selection.
-The paper drafts row 1's token with an EAGLE-3 head. Without trained heads at hand, row 1's token is self-speculated as
-in DualDecoder: what the row 1 before it produced. The paper does not say how a group's heads are merged: by their
-largest bound, here.
+The paper drafts row 1's token with an EAGLE-3 head. There are none here: row 1's token is self-speculated as in
+DualDecoder (what the row 1 before it produced), or comes from a small draft model of the same vocabulary. The paper
+does not say how a group's heads are merged: by their largest bound, here.
 On a GPU scores and admission run on one side stream and copies on another, beside the layers that follow.
 Suffixes: as in ``baselines/summaries.py``.
 """
@@ -36,10 +36,13 @@ class OasisKVConfig(BlockConfig):
     """Settings of OasisKV. The paper's main runs have ``budget=2064`` (128 resident blocks and the last one).
 
     fetch_ratio: blocks admitted at most per KV head and step, as a share of the resident set; at least one block is.
+    draft: model that gives row 1's token, as ``load_model`` names it; empty for self-speculation. Its weights and its
+        full KV are on the device too, and not part of the method's memory plan.
     host_sequences: sequences that the host keeps KV for; 0 for all. Fewer share it, for measuring transfers only.
     """
 
     fetch_ratio: float = 0.05
+    draft: str = ""
     host_sequences: int = 0
 
     def __post_init__(self) -> None:
@@ -62,11 +65,12 @@ class OasisKV(BlockMethod):
         limits="attends to what was resident in time; a block that is needed at once and was not foreseen is missed",
     )  # fmt: skip
     rows = 2
-    speculation = "self"
     config: OasisKVConfig
 
     def allocate(self) -> None:
         super().allocate()
+        self.draft = self.config.draft
+        self.speculation = "draft" if self.draft else "self"
         model, ledger = self.model, self.ledger
         self.host = HostStore(model, self.config.host_sequences or self.batch, self.chunks, BLOCK, self.dtype, ledger)
         self.resident = [self._allocate_resident() for _ in range(model.layers)]
