@@ -222,9 +222,9 @@ class Engine:
         lengths = [len(prompt) for prompt in prompts]
         method = self._allocate(len(prompts), max(lengths) + max_new_tokens)
         _check_decode_capacity(method, max_new_tokens)
-        draft = self._load_draft(method)
+        self._load_draft(method)
         begin = time.perf_counter()
-        speculator = self._speculator(method, draft, prompts, sampling)
+        speculator = self._speculator(method, prompts, sampling)
         logits_BV = torch.stack([fill(method, sequence) for sequence in range(len(prompts))])
         prefill_s = time.perf_counter() - begin
         choose = choose or Sampler(sampling)
@@ -238,20 +238,16 @@ class Engine:
         check_memory(chosen.plan(model, self.config, batch, context, dtype, self.model.device.type), self.model.device)
         return chosen(model, self.config, batch=batch, context=context, dtype=dtype, device=self.model.device)
 
-    def _load_draft(self, method: KVMethod) -> Decoder | None:
-        if method.speculation != "draft":
-            return None
-        self.draft = self.draft or load_model(method.draft, self.model.dtype, str(self.model.device))
-        return self.draft
+    def _load_draft(self, method: KVMethod) -> None:
+        if method.speculation == "draft" and self.draft is None:
+            self.draft = load_model(method.draft, self.model.dtype, str(self.model.device))
 
-    def _speculator(
-        self, method: KVMethod, draft: Decoder | None, prompts: list[list[int]], sampling: SamplingConfig
-    ) -> Speculator | None:
+    def _speculator(self, method: KVMethod, prompts: list[list[int]], sampling: SamplingConfig) -> Speculator | None:
         vocabulary = self.model.config.vocabulary
         if method.rows == 1:
             return None
-        if draft is not None:
-            return DraftSpeculator(draft, vocabulary, prompts, method.context)
+        if method.speculation == "draft":
+            return DraftSpeculator(self.draft, vocabulary, prompts, method.context)
         return SelfSpeculator(method.speculation, vocabulary, sampling.seed)
 
     def _encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:

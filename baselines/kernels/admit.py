@@ -23,7 +23,7 @@ from dualdecoder.kernels.slots import FetchList
 from dualdecoder.ledger import Ledger
 
 MAX_SLOTS = 512
-# Entries compared with all S at once: 8192 comparisons at S 256, 64 a thread.
+# Entries compared with all S at once: 64 comparisons a thread, with two warps for each 128 entries.
 SOME = tl.constexpr(32)
 HIGHEST = tl.constexpr(2**31 - 1)
 LARGEST = tl.constexpr(2**63 - 1)
@@ -129,7 +129,8 @@ def admit_blocks(
     _admit_kernel[(batch * kv_heads,)](
         number_BKS, *number_BKS.stride()[:2], scores_BKN, scores_BKN.stride(1), resident.buffer.held_BKS,
         resident.used_BKS, prediction.clock_B, prediction.commit_B, counts_F, fetch.entries, fetch.count, keys,
-        fetch.entries.shape[1], cap, K=kv_heads, S=slots, SP=padded(slots), num_warps=4,
+        fetch.entries.shape[1], cap, K=kv_heads, S=slots, SP=padded(slots),
+        num_warps=max(1, padded(slots) // 64),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from dualdecoder.shapes import SHAPES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("name", ["quest", "oasiskv"])]
 OPTIONS = {"quest": {"budget": 96}, "oasiskv": {"budget": 96, "fetch_ratio": 0.4}}
-STEPS = 60
+STEPS = 40
 
 
 def sharp_tiny(name: str, device: str, dtype: str = "float32") -> Engine:
