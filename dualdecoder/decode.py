@@ -88,7 +88,8 @@ class _Loop:
             return
         nobody_B = torch.zeros_like(self.active_B, device=self.model.device)
         logits_B1V = self.step(self.token_B[:, None], self.length_B, nobody_B)
-        self.guess_B = self.speculator.first(self.choose(logits_B1V, self.length_B)[:, 0])
+        true_B = self.choose(logits_B1V, self.length_B)[:, 0]
+        self.guess_B = self.speculator.first(self.token_B, true_B, self.active_B.to(self.model.device))
 
     def advance(self) -> DecodeStep:
         rows = [self.token_B] if self.guess_B is None else [self.token_B, self.guess_B]
@@ -97,7 +98,7 @@ class _Loop:
         chosen_BR = self.choose(logits_BRV, self.length_B)
         token_B, guessed = chosen_BR[:, 0], self._compare(chosen_BR[:, 0])
         if self.speculator is not None:
-            self.guess_B = self.speculator.following(chosen_BR[:, 1])
+            self.guess_B = self.speculator.following(token_B, chosen_BR[:, 1], active_B)
         self.length_B = self.length_B + active_B
         self.token_B = token_B
         tokens = token_B.tolist()

@@ -18,13 +18,14 @@ from torch import Tensor
 from dualdecoder.checkpoints import RANDOM_PREFIX, load_model, load_tokenizer
 from dualdecoder.config import MethodConfig, SamplingConfig, dtype_from_name
 from dualdecoder.decode import ChooseTokens, DecodeStep, decode
+from dualdecoder.draft import DraftSpeculator
 from dualdecoder.errors import CapacityError, ConfigError, require
 from dualdecoder.ledger import MemoryPlan
 from dualdecoder.method import KVMethod, method_class, method_config
 from dualdecoder.model import Decoder
 from dualdecoder.planning import check_memory, plan_memory
 from dualdecoder.prefill import PrefillSnapshot, prefill_into
-from dualdecoder.sampling import Sampler, Speculator
+from dualdecoder.sampling import Sampler, SelfSpeculator, Speculator
 from dualdecoder.text import TextPieces
 
 GREEDY = SamplingConfig()
@@ -85,6 +86,7 @@ class Engine:
     def __init__(self, model: Decoder, tokenizer: Any, method: str, config: MethodConfig) -> None:
         self.model, self.tokenizer, self.method_name, self.config = model, tokenizer, method, config
         self.statistics = RunStatistics()
+        self.draft: Decoder | None = None
         _check_device(str(model.device), method)
 
     @classmethod
@@ -220,12 +222,13 @@ class Engine:
         lengths = [len(prompt) for prompt in prompts]
         method = self._allocate(len(prompts), max(lengths) + max_new_tokens)
         _check_decode_capacity(method, max_new_tokens)
+        self._load_draft(method)
         begin = time.perf_counter()
+        speculator = self._speculator(method, prompts, sampling)
         logits_BV = torch.stack([fill(method, sequence) for sequence in range(len(prompts))])
         prefill_s = time.perf_counter() - begin
         choose = choose or Sampler(sampling)
         first = choose(logits_BV[:, None], torch.tensor(lengths) - 1)[:, 0].tolist()
-        speculator = self._speculator(method, sampling)
         steps = decode(self.model, method, first, lengths, choose, speculator, frozenset(stop_ids))
         return Run(method, first, islice(steps, max_new_tokens - 1), prefill_s)
 
@@ -235,10 +238,17 @@ class Engine:
         check_memory(chosen.plan(model, self.config, batch, context, dtype, self.model.device.type), self.model.device)
         return chosen(model, self.config, batch=batch, context=context, dtype=dtype, device=self.model.device)
 
-    def _speculator(self, method: KVMethod, sampling: SamplingConfig) -> Speculator | None:
+    def _load_draft(self, method: KVMethod) -> None:
+        if method.speculation == "draft" and self.draft is None:
+            self.draft = load_model(method.draft, self.model.dtype, str(self.model.device))
+
+    def _speculator(self, method: KVMethod, prompts: list[list[int]], sampling: SamplingConfig) -> Speculator | None:
+        vocabulary = self.model.config.vocabulary
         if method.rows == 1:
             return None
-        return Speculator(method.speculation, self.model.config.vocabulary, sampling.seed)
+        if method.speculation == "draft":
+            return DraftSpeculator(self.draft, vocabulary, prompts, method.context)
+        return SelfSpeculator(method.speculation, vocabulary, sampling.seed)
 
     def _encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts, not one string")

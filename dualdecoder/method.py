@@ -25,6 +25,8 @@ REGISTRY: dict[str, str] = {
     "full_kv": "baselines.full_kv:FullKV",
     "full_offload": "baselines.full_offload:FullOffload",
     "shadowkv": "baselines.shadowkv:ShadowKV",
+    "quest": "baselines.quest:Quest",
+    "oasiskv": "baselines.oasiskv:OasisKV",
 }
 
 
@@ -59,7 +61,8 @@ class KVMethod(ABC):
     """Keys and values of ``batch`` sequences of up to ``context`` tokens each, and the attention over them.
 
     rows: query rows per sequence and decode step, 1 or 2; with 2, row 1 is the speculated successor of row 0.
-    speculation: with two rows, where row 1's token comes from (``SPECULATIONS``).
+    speculation: with two rows, where row 1's token comes from: one of ``SPECULATIONS``, or draft.
+    draft: with speculation "draft", the model whose greedy next token it is, as ``load_model`` names it.
     devices: device types that the implementation runs on.
     graphable: on a GPU, whether full steps may be replayed from one CUDA graph.
     foresees: whether ``foresee`` is to be called.
@@ -77,6 +80,7 @@ class KVMethod(ABC):
     graphable: bool = False
     rows: int = 1
     speculation: str = "none"
+    draft: str = ""
     foresees: ClassVar[bool] = False
     decode_capacity: int | None = None
     transfers: bool = True

@@ -5,6 +5,8 @@ Suffixes: B sequences, R rows, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -57,19 +59,30 @@ class Sampler:
         return logits.masked_fill(torch.zeros_like(outside).scatter(-1, index, outside), -torch.inf)
 
 
-class Speculator:
-    """The token of row 1: T' of the next step (paper section 5.2, Fig. 7b)."""
+class Speculator(Protocol):
+    """Where the token of row 1 comes from.
+
+    ``token_B``: the true token of the step to come. ``active_B`` (bool): the sequences that will take it.
+    """
+
+    def first(self, token_B: Tensor, true_B: Tensor, active_B: Tensor) -> Tensor:
+        """T' of the first step; ``true_B`` are the true second tokens from the pre-decode."""
+
+    def following(self, token_B: Tensor, from_row_1_B: Tensor, active_B: Tensor) -> Tensor:
+        """T' of the next step, given the token that row 1 produced."""
+
+
+class SelfSpeculator:
+    """T' of the next step from row 1 itself, or at random (paper section 5.2, Fig. 7b)."""
 
     def __init__(self, kind: str, vocabulary: int, seed: int) -> None:
         self.kind, self.vocabulary = kind, vocabulary
         self.generator = torch.Generator().manual_seed(seed)
 
-    def first(self, true_B: Tensor) -> Tensor:
-        """T' of the first step; ``true_B`` are the true second tokens from the pre-decode."""
+    def first(self, token_B: Tensor, true_B: Tensor, active_B: Tensor) -> Tensor:
         return true_B if self.kind == "self" else self._random(true_B)
 
-    def following(self, from_row_1_B: Tensor) -> Tensor:
-        """T' of the next step, given the token that row 1 produced."""
+    def following(self, token_B: Tensor, from_row_1_B: Tensor, active_B: Tensor) -> Tensor:
         return self._random(from_row_1_B) if self.kind == "random" else from_row_1_B
 
     def _random(self, like_B: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 
 from dualdecoder.config import SamplingConfig
 from dualdecoder.engine import Engine
-from dualdecoder.sampling import Sampler, Speculator
+from dualdecoder.sampling import Sampler, SelfSpeculator
 
 
 def draws(config: SamplingConfig, logits: torch.Tensor, count: int) -> torch.Tensor:
@@ -56,12 +56,13 @@ def test_sampled_decoding_is_seeded_and_independent_of_prefetch(tiny: Engine, ra
 
 
 def test_speculator_kinds() -> None:
-    true_B, guess_B = torch.tensor([1, 2]), torch.tensor([3, 4])
-    own = Speculator("self", 10**9, seed=0)
-    assert torch.equal(own.first(true_B), true_B)
-    assert torch.equal(own.following(guess_B), guess_B)
-    first = Speculator("random_first", 10**9, seed=0)
-    assert not torch.equal(first.first(true_B), true_B)
-    assert torch.equal(first.following(guess_B), guess_B)
-    always = Speculator("random", 10**9, seed=0)
-    assert not torch.equal(always.following(guess_B), guess_B)
+    token_B, true_B, guess_B = torch.tensor([5, 6]), torch.tensor([1, 2]), torch.tensor([3, 4])
+    active_B = torch.tensor([True, True])
+    own = SelfSpeculator("self", 10**9, seed=0)
+    assert torch.equal(own.first(token_B, true_B, active_B), true_B)
+    assert torch.equal(own.following(token_B, guess_B, active_B), guess_B)
+    first = SelfSpeculator("random_first", 10**9, seed=0)
+    assert not torch.equal(first.first(token_B, true_B, active_B), true_B)
+    assert torch.equal(first.following(token_B, guess_B, active_B), guess_B)
+    always = SelfSpeculator("random", 10**9, seed=0)
+    assert not torch.equal(always.following(token_B, guess_B, active_B), guess_B)
