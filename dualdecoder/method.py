@@ -23,6 +23,7 @@ from dualdecoder.ledger import Ledger, MemoryPlan
 REGISTRY: dict[str, str] = {
     "dualdecoder": "dualdecoder.dual:DualDecoder",
     "full_kv": "baselines.full_kv:FullKV",
+    "h2o": "baselines.h2o:H2O",
     "streaming_llm": "baselines.streaming_llm:StreamingLLM",
 }
 

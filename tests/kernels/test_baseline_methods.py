@@ -4,10 +4,13 @@ import pytest
 import torch
 from drive import make
 
+from baselines.h2o import H2O, H2OConfig
 from baselines.streaming_llm import StreamingLLM, StreamingLLMConfig
 
 SHAPE = {"query_heads": 6, "kv_heads": 2, "head_dim": 16}
 METHODS = {
+    "h2o": (H2O, H2OConfig(23, 14)),
+    "h2o that covers": (H2O, H2OConfig(120, 100)),
     "streaming_llm": (StreamingLLM, StreamingLLMConfig(3, 37)),
     "streaming_llm that covers": (StreamingLLM, StreamingLLMConfig(4, 500)),
 }
