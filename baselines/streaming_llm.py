@@ -70,8 +70,7 @@ class StreamingLLM(KVMethod):
         self.sinks_LBKSD = ledger.on_device("kv", (*lead, sinks, model.head_dim), self.dtype)
         self.length_B = ledger.on_device("tables", (self.batch,), torch.int64)
         self.frequency_F = ledger.on_device("tables", (model.head_dim // 2,), torch.float32)
-        if not ledger.planning:
-            self.frequency_F.copy_(inverse_frequencies(model.rope, model.head_dim)[0])
+        self.frequency_F.copy_(inverse_frequencies(model.rope, model.head_dim)[0])
         self.place_P = ledger.on_device("tables", (self.places,), torch.int64)
         torch.arange(self.places, device=ledger.device, out=self.place_P)
         if self.device_type == "cuda":

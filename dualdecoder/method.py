@@ -24,6 +24,7 @@ REGISTRY: dict[str, str] = {
     "dualdecoder": "dualdecoder.dual:DualDecoder",
     "full_kv": "baselines.full_kv:FullKV",
     "h2o": "baselines.h2o:H2O",
+    "infinigen": "baselines.infinigen:InfiniGen",
     "streaming_llm": "baselines.streaming_llm:StreamingLLM",
 }
 

@@ -61,7 +61,8 @@ def _column_sums_kernel(
     n_N = first + tl.arange(0, N)
     k_ND = _tile(k_ptr + kv_head * k_stride_k, k_stride_t, first, tokens, N, D, INTERPRETED)
     sum_N = tl.zeros((N,), tl.float32)
-    for head in range(kv_head * G, (kv_head + 1) * G):
+    for g in range(G):
+        head = kv_head * G + g
         for begin in range(first // M * M, tokens, M):
             m_M = begin + tl.arange(0, M)
             q_MD = _tile(q_ptr + head * q_stride_h, q_stride_t, begin, tokens, M, D, INTERPRETED)

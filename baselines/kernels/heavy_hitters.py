@@ -44,11 +44,11 @@ class Step(NamedTuple):
 
 
 @triton.jit
-def _place_of_least(score_P, position_P, candidate_P, last):
+def _place_of_least(score_P, position_P, candidate_P, last, PP: tl.constexpr):
     """Place of the least score among the candidates; of equal ones, of the lowest position (all below ``last``)."""
     least = tl.min(tl.where(candidate_P, score_P, float("inf")), axis=0)
     oldest = tl.min(tl.where(candidate_P & (score_P == least), position_P, last), axis=0)
-    p_P = tl.arange(0, score_P.shape[0])
+    p_P = tl.arange(0, PP)
     return tl.sum(tl.where(candidate_P & (position_P == oldest), p_P, 0), axis=0)
 
 
@@ -71,11 +71,13 @@ def _account_kernel(
     g, d, p = tl.arange(0, GP), tl.arange(0, D), tl.arange(0, PP)
     o_GD = o_GD.to(o_ptr.dtype.element_ty)
     tl.store(o_ptr + (head * G + g)[:, None] * D + d[None, :], o_GD, mask=(g < G)[:, None])
-    if tl.load(commit_ptr + b):
+    score_ptr += head * P
+    position_ptr += head * P
+    kv_ptr += head * (2 * P * D)
+    committed = tl.load(commit_ptr + b)
+    if committed:
         length, filled = tl.load(length_ptr + b), tl.load(filled_ptr + b).to(tl.int32)
         filled_P = p < filled
-        score_ptr += head * P
-        position_ptr += head * P
         score_P = tl.load(score_ptr + p, mask=filled_P, other=0.0)
         position_P = tl.load(position_ptr + p, mask=filled_P, other=0)
         for i in tl.static_range(G):
@@ -83,14 +85,13 @@ def _account_kernel(
             logit_P = tl.load(logits_ptr + (head * G + i) * P + p, mask=filled_P, other=float("-inf"))
             score_P += tl.exp2(logit_P - logsumexp)
         tl.store(score_ptr + p, score_P, mask=filled_P)
-        place = _place_of_least(score_P, position_P, filled_P & (position_P <= length - recent), length)
+        place = _place_of_least(score_P, position_P, filled_P & (position_P <= length - recent), length, PP)
         place = tl.where(filled < P, filled, place)
         # The old score of this place has been written by another thread.
         tl.debug_barrier()
         tl.store(score_ptr + place, tl.sum(tl.where(g < G, tl.exp2(own_G - logsumexp_G), 0.0), axis=0))
         tl.store(position_ptr + place, length)
-        kv_ptr += head * (2 * P * D) + place * D
-        append(kv_ptr, kv_ptr + P * D, k_ptr, v_ptr, D)
+        append(kv_ptr + place * D, kv_ptr + (P + place) * D, k_ptr, v_ptr, committed, D)
 
 
 def merge_and_account(

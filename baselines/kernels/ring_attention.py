@@ -7,7 +7,7 @@ the method keeps a ring, writes those into it. Which split sees which place depe
 filled places only. The row's own token is not read in the first launch.
 Bytes: B K filled (K and V) places, 512 each at D 128 in 16 bits.
 Suffixes: B sequences, R = 1 row, H query heads, K KV heads, G = H / K (M: padded for the products), D head size,
-P places, Z splits, T places of a tile.
+P places, Z splits, S splits that are merged at once, T places of a tile.
 """
 
 from __future__ import annotations
@@ -131,21 +131,23 @@ def merged(
     total_G = tl.sum(total_ZG * tl.exp2(peak_ZG - peak_G[None, :]), axis=0) + tl.exp2(own_G - peak_G)
     o_GD = tl.exp2(own_G - peak_G)[:, None] * tl.load(v_ptr + d).to(tl.float32)[None, :]
     for first in range(0, Z, ZZ):
-        part = first + tl.arange(0, ZZ)
-        real_ZG, at_ZG = (part < Z)[:, None] & (g < G)[None, :], part[:, None] * G + g[None, :]
-        weight_ZG = tl.exp2(tl.load(peak_ptr + at_ZG, mask=real_ZG, other=float("-inf")) - peak_G[None, :])
-        part_ptr = partial_ptr + at_ZG[:, :, None] * D + d[None, None, :]
-        part_ZGD = tl.load(part_ptr, mask=real_ZG[:, :, None], other=0.0)
-        o_GD += tl.sum(part_ZGD * weight_ZG[:, :, None], axis=0)
+        # Some of the splits: names of their own, for a loop may not change the shape of what it found.
+        some = first + tl.arange(0, ZZ)
+        mask_SG, some_SG = (some < Z)[:, None] & (g < G)[None, :], some[:, None] * G + g[None, :]
+        weight_SG = tl.exp2(tl.load(peak_ptr + some_SG, mask=mask_SG, other=float("-inf")) - peak_G[None, :])
+        part_ptr = partial_ptr + some_SG[:, :, None] * D + d[None, None, :]
+        part_SGD = tl.load(part_ptr, mask=mask_SG[:, :, None], other=0.0)
+        o_GD += tl.sum(part_SGD * weight_SG[:, :, None], axis=0)
     return o_GD / total_G[:, None], peak_G + tl.log2(total_G), own_G
 
 
 @triton.jit
-def append(store_k_ptr, store_v_ptr, k_ptr, v_ptr, D: tl.constexpr):
-    """Copy one key and value."""
-    d = tl.arange(0, D)
-    tl.store(store_k_ptr + d, tl.load(k_ptr + d))
-    tl.store(store_v_ptr + d, tl.load(v_ptr + d))
+def append(store_k_ptr, store_v_ptr, k_ptr, v_ptr, committed, D: tl.constexpr):
+    """Copy one key and value if ``committed``."""
+    if committed:
+        d = tl.arange(0, D)
+        tl.store(store_k_ptr + d, tl.load(k_ptr + d))
+        tl.store(store_v_ptr + d, tl.load(v_ptr + d))
 
 
 @triton.jit
@@ -167,11 +169,11 @@ def _merge_kernel(
     g, d = tl.arange(0, GP), tl.arange(0, D)
     o_GD = o_GD.to(o_ptr.dtype.element_ty)
     tl.store(o_ptr + (head * G + g)[:, None] * D + d[None, :], o_GD, mask=(g < G)[:, None])
-    if APPENDS and tl.load(commit_ptr + b):
+    if APPENDS:
         place = tl.load(place_ptr + b)
-        store_k_ptr += b * store_k_stride_b + kv_head * store_k_stride_k + place * store_k_stride_p
-        store_v_ptr += b * store_v_stride_b + kv_head * store_v_stride_k + place * store_v_stride_p
-        append(store_k_ptr, store_v_ptr, k_ptr, v_ptr, D)
+        k_at = b * store_k_stride_b + kv_head * store_k_stride_k + place * store_k_stride_p
+        v_at = b * store_v_stride_b + kv_head * store_v_stride_k + place * store_v_stride_p
+        append(store_k_ptr + k_at, store_v_ptr + v_at, k_ptr, v_ptr, tl.load(commit_ptr + b), D)
 
 
 class RingAttention:
