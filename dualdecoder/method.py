@@ -27,6 +27,9 @@ REGISTRY: dict[str, str] = {
     "shadowkv": "baselines.shadowkv:ShadowKV",
     "quest": "baselines.quest:Quest",
     "oasiskv": "baselines.oasiskv:OasisKV",
+    "h2o": "baselines.h2o:H2O",
+    "infinigen": "baselines.infinigen:InfiniGen",
+    "streaming_llm": "baselines.streaming_llm:StreamingLLM",
 }
 
 
