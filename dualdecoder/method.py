@@ -23,6 +23,7 @@ from dualdecoder.ledger import Ledger, MemoryPlan
 REGISTRY: dict[str, str] = {
     "dualdecoder": "dualdecoder.dual:DualDecoder",
     "full_kv": "baselines.full_kv:FullKV",
+    "specache": "baselines.specache:SpeCache",
 }
 
 
