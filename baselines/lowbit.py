@@ -1,4 +1,4 @@
-"""Keys and values in 2 bits or 1, as SpeCache keeps them on the device (arXiv 2503.16163, after KIVI, arXiv 2402.02750).
+"""Keys and values in 2 bits or 1, as SpeCache keeps them (arXiv 2503.16163, after KIVI, arXiv 2402.02750).
 
 Keys share a scale and a zero per channel over a group of W consecutive tokens, values per token over a group of E
 channels. Keys are quantised when a group is complete, a value when W newer ones exist; until then they are exact, in a
@@ -222,7 +222,7 @@ class LowBitCache:
         self.ring_BKXWD.normal_(generator=generator)
 
     def dequantised(self) -> Tensor:
-        """All capacity ``[B, K, 2, T, D]`` in the data dtype; what has not been quantised yet is undefined, but finite."""
+        """All capacity ``[B, K, 2, T, D]`` in the data dtype. What is not quantised yet is undefined, but finite."""
         scale_BKN1D, zero_BKN1D = self.key_levels_BKNLD.split(1, dim=3)
         key_BKNWD = dequantise(unpack(self.key_codes_BKPWD, self.bits), scale_BKN1D, zero_BKN1D)
         scale_BKTC1, zero_BKTC1 = self.value_levels_BKLCT.permute(2, 0, 1, 4, 3).unsqueeze(-1)

@@ -1,0 +1,1 @@
+"""Triton kernels of the baselines, one family a file. Import a module only when its kernels are to run."""
