@@ -25,10 +25,11 @@ REGISTRY: dict[str, str] = {
     "full_kv": "baselines.full_kv:FullKV",
     "full_offload": "baselines.full_offload:FullOffload",
     "shadowkv": "baselines.shadowkv:ShadowKV",
-    "quest": "baselines.quest:Quest",
+    "specache": "baselines.specache:SpeCache",
     "oasiskv": "baselines.oasiskv:OasisKV",
-    "h2o": "baselines.h2o:H2O",
     "infinigen": "baselines.infinigen:InfiniGen",
+    "quest": "baselines.quest:Quest",
+    "h2o": "baselines.h2o:H2O",
     "streaming_llm": "baselines.streaming_llm:StreamingLLM",
 }
 
