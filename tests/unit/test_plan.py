@@ -45,7 +45,7 @@ def test_plan_equals_what_is_allocated(name: str, batch: int, context: int, dtyp
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_planning_takes_no_memory(name: str) -> None:
-    """What a method keeps of 16 TB of KV would not fit: 10 TB and more, or 0.3 TB if it keeps 2,464 tokens a sequence."""
+    """What a method keeps of 16 TB of KV would not fit: 10 TB and more, or 0.3 TB at 2,464 tokens a sequence."""
     chosen = method_class(name)
     plan = chosen.plan(SHAPES["llama-3-8b"], method_config(name, {}), 1000, 131072, torch.bfloat16)
     assert plan.gpu_total + plan.host_total > (10e12 if chosen.capabilities.recalls else 0.3e12)
