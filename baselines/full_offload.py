@@ -2,8 +2,8 @@
 
 Two device buffers hold one layer's cache each. When a layer's attention is done with its buffer, the copy of the layer
 after the next into it is started on a side stream, wrapping into the next step's first two layers; so the next layer's
-copy is always under way while a layer computes, and the link is never idle. The new token is written by the attention
-kernel straight into the host's cache.
+copy is under way while a layer computes, and the link waits only between steps, which end with all copies done. The new
+token is written by the attention kernel straight into the host's cache.
 A copy takes the planned capacity, not the used length: lengths are known to the device only, and a copy's size is fixed
 when a step becomes a CUDA graph. Sequences of one batch should therefore be of about the planned context.
 Suffixes: A host sequences, B sequences, R rows, T tokens, H query heads, K KV heads, D head size, P tokens of capacity,

@@ -127,7 +127,7 @@ ROW_FIELDS: dict[str, dict[str, Kind]] = {
         **dict.fromkeys(("rows_per_step", "attended_tokens", "budget", "median_ms", "tokens_per_s"), _optional(NUMBER)),
         **dict.fromkeys(("compute_ms", "link_bytes", "urgent_bytes", "prefetched_bytes"), _optional(NUMBER)),
         **dict.fromkeys(("hbm_bytes", "copy_rate", "link_rate", "hbm_floor_ms", "link_floor_ms"), _optional(NUMBER)),
-        **dict.fromkeys(("efficiency",), _optional(NUMBER)),
+        "efficiency": _optional(NUMBER),
         "graph": _optional(FLAG),
         "hit_rate": _optional(FRACTION),
         "step_ms": _optional(NUMBERS),
