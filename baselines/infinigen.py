@@ -6,10 +6,10 @@ input of layer l - 1, projected by layer l, guesses layer l's query; the guess's
 tokens, whose records cross the link while layer l - 1 still computes. Layer l attends to them and to its own token.
 
 Choices where the source leaves room, or where grouped heads and a GPU need them:
-- A and the columns come from the sequence's own prompt, where the source uses another text once: nothing is tuned to a
-  text that happens to fit, and it can only favour the method. A's columns are the eigenvectors of q' q, that is the
-  right singular vectors of the prompt's queries (behind rotation, those of a KV head's group together). The source also
-  orders the columns; as columns are picked by size, order changes nothing. Picked: largest mean |q A| plus mean |k A|.
+- A and the columns come from the sequence's own prompt, where the source takes A from another text once: no text has to
+  be picked, and this should favour the method. A's columns are the eigenvectors of q' q, that is the right singular
+  vectors of the prompt's queries (behind rotation, those of a KV head's group together). The source also orders the
+  columns; as columns are picked by size, order changes nothing. Picked: largest mean |q A| plus mean |k A|.
   Their number is ``ratio`` of the head size, rounded up to a multiple of 8 for aligned reads.
 - A token's score in a group is the maximum over the query heads of its logit less that head's largest: for one head a
   group it orders and counts as the source does.

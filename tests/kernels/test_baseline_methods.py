@@ -26,7 +26,7 @@ def test_kernels_do_what_the_reference_does(name: str, device: str) -> None:
     kernels = make(*METHODS[name], 3, 200, device, with_kernels=True, **SHAPE)
     for drive in (reference, kernels):
         drive.prefill([1, 90, 38])
-    for step in range(6):
-        commit = [True, step % 3 != 1, step > 3]
+    for step in range(4):
+        commit = [True, step != 1, step > 1]
         for (_, expected), (_, got) in zip(reference.step(commit), kernels.step(commit), strict=True):
             torch.testing.assert_close(got.cpu(), expected, atol=1e-4, rtol=1e-4)
