@@ -55,11 +55,11 @@ def measured_rates() -> Rates:
 
 @cache
 def gather_rate(record_bytes: int) -> float:
-    """Bytes per second of the gather kernel alone: random records of this size (a multiple of 4), 256 MiB in all."""
+    """Bytes per second of the gather kernel alone: random records of this size (a multiple of 8), 256 MiB in all."""
     from dualdecoder.kernels.gather import gather_records
     from dualdecoder.kernels.slots import FetchList
 
-    record, count = (1, 1, record_bytes // 4), GIB // 4 // record_bytes
+    record, count = (2, 1, record_bytes // 8), GIB // 4 // record_bytes
     host = PinnedMemory(GIB).tensor((1, 1, GIB // record_bytes, *record), torch.int32)
     buffer = torch.empty((1, 1, count, *record), dtype=torch.int32, device="cuda")
     chosen, slot = (torch.randperm(n, device="cuda")[:count].int() for n in (host.shape[2], count))
