@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from dualdecoder.dual import DualDecoder
-from dualdecoder.errors import require
+from dualdecoder.errors import CapacityError, require
 from dualdecoder.pinned import PinnedMemory
 
 GIB = 2**30
@@ -62,3 +62,14 @@ def gather_rate(method: DualDecoder) -> float:
     ms = median_ms(lambda: method.ops.fetch(method.host, 0, fetch, buffer))
     buffer.clear()
     return buffer.records_BKSXCD.nbytes / ms * 1e3
+
+
+def rates_after_measuring() -> dict[str, float | None]:
+    """Peak bytes of this process, and the rates of plain copies on the warm GPU; None where memory is short."""
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.empty_cache()
+    try:
+        rates = measured_rates()
+    except (torch.cuda.OutOfMemoryError, CapacityError):
+        return {"peak_bytes": peak, "copy_bytes_per_s": None, "link_bytes_per_s": None}
+    return {"peak_bytes": peak, "copy_bytes_per_s": rates.copy, "link_bytes_per_s": rates.link}

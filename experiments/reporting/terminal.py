@@ -23,8 +23,10 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=_WIDTH_OF_A_FILE)
 
 
-def show_point(path: Path) -> None:
-    """Print the table of one record; in a sweep, where the report follows, only say where it is."""
+def show_point(path: Path | None) -> None:
+    """Print the table of one record, if there is one; in a sweep, where the report follows, only say where it is."""
+    if path is None:
+        return
     if in_sweep():
         print(f"recorded: {path.name}")
         return
