@@ -66,8 +66,9 @@ def run_point(experiment: str, cfg: DictConfig, measure: Measure, run: Run = mea
 
 def _measure(path: Path, record: Record, cfg: DictConfig, run: Run, measure: Measure) -> Record:
     begin = time.perf_counter()
-    # The child gets the real paths of this machine, which the record leaves out.
-    outcome = run(measure, _plain(cfg))
+    # The child gets the config as written: with the real paths of this machine, which the record leaves out, and with
+    # its references, because an experiment may replace a value that others refer to.
+    outcome = run(measure, _plain(cfg, resolve=False))
     if outcome.gpu:
         record = replace(record, environment={**record.environment, "gpu": [outcome.gpu]})
     ended = replace(record, finished=_now(), seconds=time.perf_counter() - begin)
@@ -115,8 +116,8 @@ def recorded_config(cfg: DictConfig) -> dict[str, Any]:
     return json.loads(_portable(json.dumps(kept)))
 
 
-def _plain(cfg: DictConfig) -> dict[str, Any]:
-    plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
+def _plain(cfg: DictConfig, resolve: bool = True) -> dict[str, Any]:
+    plain = OmegaConf.to_container(cfg, resolve=resolve, throw_on_missing=True, enum_to_str=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 
