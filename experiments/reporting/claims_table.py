@@ -7,9 +7,9 @@ from experiments.reporting.claims import NOT_RUN, Finding, Verdict
 
 _HEAD = """# Claims
 
-Made by `make verify` from [`conf/claims.yaml`](conf/claims.yaml) and the records below `results/`, never edited by hand.
+Made by `make verify` from [`conf/claims.yaml`](conf/claims.yaml) and the records below `results/`, never by hand.
 A claim is *reproduced* if every check of it holds, *partly* if some hold, some have no record yet or the setting is not
-the paper's, and *not reproduced* if none that was run holds. Planned bytes are judged apart from what machines measured.
+the paper's, and *not reproduced* if none that was run holds. Planned bytes are judged apart from measurements.
 
 | claim | verdict | on |
 | --- | --- | --- |

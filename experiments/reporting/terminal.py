@@ -11,7 +11,8 @@ from rich.table import Table as RichTable
 from experiments.harness.points import in_sweep
 from experiments.harness.records import read_record
 from experiments.reporting.collect import Collection, Section
-from experiments.reporting.tables import is_text, no_records, parts
+from experiments.reporting.files import is_text
+from experiments.reporting.tables import no_records, parts
 
 # A terminal has its own width; in a file or a CI log rich would take eighty columns, too few for the tables.
 _WIDTH_OF_A_FILE = 100
