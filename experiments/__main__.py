@@ -21,8 +21,10 @@ def main(arguments: list[str]) -> int:
         for name, words in experiments().items():
             print(f"{name:14} {words}")
         return 2 if arguments and arguments[0] not in ("-h", "--help") else 0
-    name, *rest = (FLAGS.get(argument, argument) for argument in arguments)
-    os.execv(sys.executable, [sys.executable, "-m", f"experiments.{name}", *rest])
+    # Hydra wants its settings in one piece, so what the flags stand for comes last.
+    name, *rest = [argument for argument in arguments if argument not in FLAGS]
+    settings = [FLAGS[argument] for argument in arguments if argument in FLAGS]
+    os.execv(sys.executable, [sys.executable, "-m", f"experiments.{name}", *rest, *settings])
 
 
 def experiments() -> dict[str, str]:
