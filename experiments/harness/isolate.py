@@ -39,7 +39,9 @@ def measure_in_child(measure: Measure, config: dict[str, Any]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="dualdecoder-") as folder, one_gpu() as slot:
         path = Path(folder) / "outcome.json"
         code, stderr = _run(path, request, slot)
-        answer = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"error": _death(code, stderr)}
+        answer: dict[str, Any] = {"error": _death(code, stderr)}
+        if path.is_file():
+            answer = json.loads(path.read_text(encoding="utf-8"))
     gpu = {**slot.gpu.fields, **(answer.get("gpu") or {})} if slot.gpu else None
     return Outcome(answer.get("rows", []), answer.get("error"), gpu)
 
@@ -54,7 +56,7 @@ def _run(path: Path, request: dict[str, Any], slot: Slot) -> tuple[int, str]:
         variables["CUDA_VISIBLE_DEVICES"] = slot.gpu.uuid
     command = [sys.executable, "-m", CHILD, str(path)]
     inherited = () if slot.descriptor is None else (slot.descriptor,)
-    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=variables, pass_fds=inherited, text=True, **pipes) as child:
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         reader = threading.Thread(target=_forward, args=(child.stderr, tail), daemon=True)

@@ -33,7 +33,7 @@ class Part:
 
 
 def write_files(
-    stem: Path, name: str, numbers: pd.DataFrame, chunks: list[tuple[str, list[Part]]], nothing: str
+    stem: Path, name: str, numbers: pd.DataFrame, chunks: list[tuple[str, list[Part]]], nothing: str = ""
 ) -> list[Path]:
     """Write all four forms beside each other; `chunks` are captions with their tables, `nothing` stands for none."""
     stem.parent.mkdir(parents=True, exist_ok=True)

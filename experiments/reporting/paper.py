@@ -4,16 +4,17 @@ An output names the experiments that it can be made from, and how raw rows becom
 listed with the command that makes them, and never drawn.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from experiments.reporting.charts import Chart, draw_chart
-from experiments.reporting.collect import Collection, Section
+from experiments.reporting.collect import Collection
 from experiments.reporting.drawing import save
 from experiments.reporting.files import Part, as_markdown, table_paths, write_files
 from experiments.reporting.tables import in_order
@@ -46,17 +47,29 @@ def write_outputs(collection: Collection, folder: Path) -> list[tuple[str, str]]
     return states
 
 
+def output_tables(name: str, collection: Collection) -> list[tuple[str, pd.DataFrame]]:
+    """Caption and tidy rows of an output, one pair for each experiment and kind of hardware; empty without records."""
+    output = _output(name)
+    sections = (section for name in output.experiments for section in collection.sections(name))
+    return [(section.caption, rows) for section in sections if len(rows := _in_order(output.rows(section.rows)))]
+
+
+def output_figure(name: str, collection: Collection) -> Figure | None:
+    """The chart of an output; None without records."""
+    output, tables = _output(name), output_tables(name, collection)
+    return draw_chart(output.title, output.chart, tables) if tables else None
+
+
 def _write(output: Output, collection: Collection, folder: Path) -> str:
-    tidy = [(section.caption, rows) for section in _sections(output, collection) if len(rows := _tidy(output, section))]
-    missing, stem = f"no records: run {output.command}", folder / output.name
-    save(draw_chart(output.title, output.chart, tidy) if tidy else None, stem)
+    tidy, stem = output_tables(output.name, collection), folder / output.name
+    save(output_figure(output.name, collection), stem)
     if not tidy:
         for path in table_paths(stem):
             path.unlink(missing_ok=True)
-        return missing
+        return f"no records: run {output.command}"
     chunks = [(caption, [Part(output.title, as_texts(rows))]) for caption, rows in tidy]
     whole = pd.concat([rows.assign(caption=caption) for caption, rows in tidy])
-    write_files(stem, output.title, whole, chunks, missing)
+    write_files(stem, output.title, whole, chunks)
     return f"{output.name}.*"
 
 
@@ -73,12 +86,11 @@ def _text(value: Any) -> str:
     return f"{value:.0f}" if float(value).is_integer() else f"{value:.4g}"
 
 
-def _sections(output: Output, collection: Collection) -> Iterable[Section]:
-    return (section for name in output.experiments for section in collection.sections(name))
+def _output(name: str) -> Output:
+    return next(output for output in OUTPUTS if output.name == name)
 
 
-def _tidy(output: Output, section: Section) -> pd.DataFrame:
-    rows = output.rows(section.rows)
+def _in_order(rows: pd.DataFrame) -> pd.DataFrame:
     keys = [name for name in ("model", "context", "length", "batch", "method", "task") if name in rows]
     return in_order(rows, keys) if keys else rows.reset_index(drop=True)
 
