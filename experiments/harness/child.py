@@ -70,9 +70,9 @@ def _gpu_after() -> dict[str, Any] | None:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
-    from experiments.harness.gpu import rates_after_measuring
+    from experiments.harness.gpu import gpu_after_measuring
 
-    return rates_after_measuring()
+    return gpu_after_measuring()
 
 
 def _end_with_parent() -> None:

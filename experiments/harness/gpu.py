@@ -8,7 +8,7 @@ import torch
 
 from dualdecoder.dual import DualDecoder
 from dualdecoder.errors import CapacityError, require
-from dualdecoder.pinned import PinnedMemory
+from dualdecoder.pinned import PinnedMemory, peak_pinned_bytes
 
 GIB = 2**30
 
@@ -64,12 +64,15 @@ def gather_rate(method: DualDecoder) -> float:
     return buffer.records_BKSXCD.nbytes / ms * 1e3
 
 
-def rates_after_measuring() -> dict[str, float | None]:
-    """Peak bytes of this process, and the rates of plain copies on the warm GPU; None where memory is short."""
-    peak = torch.cuda.max_memory_allocated()
+def gpu_after_measuring() -> dict[str, float | None]:
+    """Peak device and page-locked bytes of this process, and the rates of plain copies on the warm GPU.
+
+    The rates are None where memory is short.
+    """
+    peaks = {"peak_bytes": torch.cuda.max_memory_allocated(), "peak_pinned_bytes": peak_pinned_bytes()}
     torch.cuda.empty_cache()
     try:
         rates = measured_rates()
     except (torch.cuda.OutOfMemoryError, CapacityError):
-        return {"peak_bytes": peak, "copy_bytes_per_s": None, "link_bytes_per_s": None}
-    return {"peak_bytes": peak, "copy_bytes_per_s": rates.copy, "link_bytes_per_s": rates.link}
+        return {**peaks, "copy_bytes_per_s": None, "link_bytes_per_s": None}
+    return {**peaks, "copy_bytes_per_s": rates.copy, "link_bytes_per_s": rates.link}

@@ -31,6 +31,7 @@ CONF = ROOT / "conf"
 EXPERIMENTS = ("throughput", "residency", "prediction", "ruler")
 GPU_EXPERIMENTS = ("step_time", "kernel_time", "prefill_time")
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+HARDWARE = sorted(path.stem for path in (CONF / "hardware").glob("*.yaml"))
 METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
 
 
@@ -59,6 +60,12 @@ def test_every_method_config_is_valid(method: str) -> None:
     cfg = config("throughput", f"method={method}")
     assert cfg.method.name == method
     method_config(cfg.method.name, OmegaConf.to_container(cfg.method.options, resolve=True))
+
+
+@pytest.mark.parametrize("hardware", HARDWARE)
+def test_every_hardware_config_is_a_cap(hardware: str) -> None:
+    cfg = config("residency", f"hardware={hardware}")
+    assert cfg.hardware.name == hardware and cfg.hardware.gpu_budget_gib > 0
 
 
 @pytest.mark.parametrize("profile", PROFILES)
