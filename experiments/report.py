@@ -70,7 +70,7 @@ def _report_problems(console: Console, collection: Collection, folder: Path) -> 
 
 def _problems(collection: Collection, folder: Path) -> pd.DataFrame:
     """Failed, unfinished and unreadable records, one line each."""
-    lines = [("failed", record.command, _reason(record.error)) for record in collection.failed]
+    lines = [(record.status, record.command, _reason(record.error)) for record in collection.failed]
     lines += [("unfinished", record.command, "under way or interrupted") for record in collection.unfinished]
     lines += [
         ("unusable", error.path.relative_to(folder).as_posix(), str(error).replace(f"{folder}/", ""))

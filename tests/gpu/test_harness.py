@@ -29,7 +29,7 @@ def test_a_point_has_one_gpu_and_its_rates_are_recorded(tmp_path: Path) -> None:
     outcome = run(tmp_path, 1)
     assert outcome.error is None
     assert outcome.rows == [{"devices": 1, "visible": visible_gpus()[0].uuid, "held": 2**30}]
-    assert outcome.gpu["name"] == visible_gpus()[0].fields["name"] and outcome.gpu["numa_node"] is not None
+    assert outcome.gpu["name"] == visible_gpus()[0].fields["name"]
     assert outcome.gpu["peak_bytes"] >= 2**30
     # Any link of a GPU in use, and any memory of one, is faster than this.
     assert outcome.gpu["link_bytes_per_s"] > 1e9 and outcome.gpu["copy_bytes_per_s"] > 1e10
