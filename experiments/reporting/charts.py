@@ -71,7 +71,8 @@ def _bars(axis: Axes, chart: Chart, panel: pd.DataFrame) -> None:
     # Several rows of one bar (other budgets, other records): the best of each, as in the paper's tables.
     bars = bars.sort_values("value", kind="stable", ascending=False).drop_duplicates(["group", "series"]).sort_index()
     grouped_bars(axis, bars.drop(columns="method", errors="ignore") if chart.series != "method" else bars)
-    log_if_wide(axis, bars["value"])
+    if "%" not in chart.y_words:
+        log_if_wide(axis, bars["value"])
 
 
 def _lines(axis: Axes, chart: Chart, panel: pd.DataFrame) -> None:
