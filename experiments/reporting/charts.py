@@ -42,8 +42,7 @@ def draw_chart(name: str, chart: Chart, tables: list[tuple[str, pd.DataFrame]]) 
     """A figure with a block for each (caption, rows): hardware is never mixed on one axis."""
     blocks = [split(rows, chart.panels) for _, rows in tables]
     panels = sum(map(len, blocks))
-    bars = max(len(panel) for block in blocks for panel in block) if chart.kind == "bars" else 0
-    width = min(max(9.0, 2.0 + 0.5 * bars), 24.0)
+    width = max(_width(chart, panel) for block in blocks for panel in block)
     figure = Figure(figsize=(width, _PANEL_HEIGHT * panels + 0.8), layout="constrained")
     places = figure.subfigures(len(blocks), 1, squeeze=False, height_ratios=[len(block) for block in blocks])
     for place, block, (caption, _) in zip(places[:, 0], blocks, tables, strict=True):
@@ -52,6 +51,12 @@ def draw_chart(name: str, chart: Chart, tables: list[tuple[str, pd.DataFrame]]) 
         for axis, panel in zip(place.subplots(len(block), 1, squeeze=False)[:, 0], block, strict=True):
             _draw(axis, chart, panel)
     return figure
+
+
+def _width(chart: Chart, panel: pd.DataFrame) -> float:
+    """Inches: room for every bar, between that of a page and what can still be read on a screen."""
+    bars = {"bars": len(panel), "stack": panel[chart.x].nunique(), "lines": 0}[chart.kind]
+    return min(max(9.0, 2.0 + 0.5 * bars), 24.0)
 
 
 def _draw(axis: Axes, chart: Chart, panel: pd.DataFrame) -> None:
@@ -94,7 +99,7 @@ def _stack(axis: Axes, chart: Chart, panel: pd.DataFrame) -> None:
     for name, style in numbered(wide.columns, ("weights", "kv", "landmarks", "outliers")).items():
         axis.bar(places, wide[name], 0.6, bottom=base, label=name, **bar_style(style))
         base = base + wide[name].to_numpy()
-    axis.set_xticks(places, list(wide.index))
+    axis.set_xticks(places, list(wide.index), rotation=90, fontsize=SMALL_PRINT)
     legend(axis)
 
 

@@ -5,20 +5,10 @@ from pathlib import Path
 
 import pandas as pd
 
+# Columns of words; all others are numbers.
 _LEFT = (
-    *(
-        "prompt",
-        "variant",
-        "kernel",
-        "method",
-        "speculation",
-        "task",
-        "GPU GiB by category",
-        "kind",
-        "record",
-        "reason",
-    ),
-    *("model", "category", "outcome", "selection", "host KV"),
+    *("prompt", "variant", "kernel", "method", "speculation", "task", "model", "category", "case", "accuracy_of"),
+    *("outcome", "selection", "host KV", "GPU GiB by category", "kind", "record", "reason", "output", "files"),
 )
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 _LATEX |= {sign: f"\\{sign}" for sign in "&%$#_{}"}

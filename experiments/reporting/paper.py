@@ -17,7 +17,7 @@ from experiments.reporting.charts import Chart, draw_chart
 from experiments.reporting.collect import Collection
 from experiments.reporting.drawing import save
 from experiments.reporting.files import Part, as_markdown, table_paths, write_files
-from experiments.reporting.tables import in_order
+from experiments.reporting.tables import in_order, length_text
 
 GIB = 2**30
 # What is on the GPU whatever the method; the rest it needs only to keep its KV elsewhere. `kv` is the KV itself.
@@ -101,9 +101,10 @@ def _largest_batch(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _categories(rows: pd.DataFrame) -> pd.DataFrame:
     """One row a category of GPU bytes."""
+    keys = ("model", "context", "batch", "method")
     lines = [
-        {**{key: line[key] for key in ("model", "context", "batch", "method")}, "category": name, "gib": size / GIB}
-        | {"share_percent": 100 * size / line["gpu_total"]}
+        {**{key: line[key] for key in keys}, "case": f"{length_text(line['context'])} {line['method']}"}
+        | {"category": name, "gib": size / GIB, "share_percent": 100 * size / line["gpu_total"]}
         for line in rows.to_dict("records")
         for name, size in line["gpu"].items()
         if size
@@ -173,7 +174,7 @@ OUTPUTS = (
     ),
     Output(
         *("fig4", "Fig. 4: what GPU memory holds", ("residency",), _RESIDENCY, _categories),
-        Chart("stack", "method", "share_percent", "category", "method", "share of GPU bytes, %", ("model", "context")),
+        Chart("stack", "case", "share_percent", "category", "context and method", "share, %", ("model", "batch")),
     ),
     Output(
         *("fig5", "Fig. 5: auxiliary state of methods that offload", ("residency",), _RESIDENCY, _auxiliary),
