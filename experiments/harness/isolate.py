@@ -19,6 +19,7 @@ from experiments.harness.environment import ROOT
 CHILD = "experiments.harness.child"
 # Lines of a dead child's stderr that are kept: enough for a traceback out of a library.
 TAIL_LINES = 40
+READ_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def _run(path: Path, request: dict[str, Any], slot: Slot) -> tuple[int, str]:
         variables["CUDA_VISIBLE_DEVICES"] = slot.gpu.uuid
     command = [sys.executable, "-m", CHILD, str(path)]
     inherited = () if slot.descriptor is None else (slot.descriptor,)
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "errors": "replace"}
     with subprocess.Popen(command, env=variables, pass_fds=inherited, text=True, **pipes) as child:
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         reader = threading.Thread(target=_forward, args=(child.stderr, tail), daemon=True)
@@ -67,7 +68,8 @@ def _run(path: Path, request: dict[str, Any], slot: Slot) -> tuple[int, str]:
         except BaseException:
             child.kill()
             raise
-        reader.join()
+        # Not for ever: a process that the child has left behind may still hold the pipe.
+        reader.join(READ_S)
     return code, "".join(tail)
 
 
