@@ -5,27 +5,40 @@ STAMP := $(VENV)/.installed
 PIP_FLAGS := --disable-pip-version-check --no-input
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 ARGS :=
+PROFILE := cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce report test lint format lock clean
+.PHONY: help setup reproduce report verify notebooks test coverage lint types format lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Install the locked environment into .venv (every other target does this by itself)
 
-reproduce: $(STAMP) ## Run the experiments of conf/reproduce.yaml, then make the tables and figures
-	$(PYTHON) -m experiments.reproduce $(ARGS)
+reproduce: $(STAMP) ## Run the experiments of PROFILE=cpu (default), gpu or paper, then make the tables and figures
+	$(PYTHON) -m experiments.reproduce profile=$(PROFILE) $(ARGS)
 
-report: $(STAMP) ## Make the tables and figures from the records that are there
+report: $(STAMP) ## Make the tables and figures from the records that are there; no model, no GPU
 	$(PYTHON) -m experiments.report $(ARGS)
 
-test: lint ## Check the style and run the tests
+verify: $(STAMP) ## Judge the paper's claims from the committed records into CLAIMS.md; fails if a verdict is lost
+	$(PYTHON) -m experiments.verify $(ARGS)
+
+notebooks: $(STAMP) ## Execute every notebook and check that it is committed without outputs
+	$(PYTHON) -m experiments.notebooks $(ARGS)
+
+test: lint types ## Check style and types, and run the tests
 	$(PYTHON) -m pytest $(ARGS)
+
+coverage: $(STAMP) ## Run the tests and report which lines they reach
+	$(PYTHON) -m pytest --cov --cov-report=term:skip-covered $(ARGS)
 
 lint: $(STAMP) ## Check style and formatting without changing a file
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+
+types: $(STAMP) ## Check the types of the public surface
+	$(PYTHON) -m mypy
 
 format: $(STAMP) ## Put the sources into form
 	$(PYTHON) -m ruff check --fix .
@@ -42,7 +55,7 @@ lock: ## Resolve the newest versions that pyproject.toml allows into requirement
 	> "$$folder/lock"; cp "$$folder/lock" requirements.lock
 
 clean: ## Remove the environment and every cache (results stay)
-	rm -rf $(VENV) *.egg-info build .pytest_cache .ruff_cache .hypothesis outputs multirun
+	rm -rf $(VENV) *.egg-info build .pytest_cache .ruff_cache .mypy_cache .coverage .hypothesis outputs multirun
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A name on PATH is not enough: version managers leave stubs there that only print an error.

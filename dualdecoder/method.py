@@ -121,7 +121,7 @@ class KVMethod(ABC):
         device_type: str = "cpu",
     ) -> MemoryPlan:
         """Bytes by category that ``__init__`` with the same arguments takes on such a device, without taking them."""
-        sizes = {"batch": batch, "context": context, "dtype": dtype}
+        sizes: dict[str, Any] = {"batch": batch, "context": context, "dtype": dtype}
         return cls(model, config, **sizes, device="meta", planned_for=device_type).ledger.plan()
 
     @abstractmethod

@@ -11,6 +11,7 @@ import contextlib
 import math
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,32 @@ PROGRESS_FROM = 4 << 30
 MAX_THREADS = 8
 # cudaHostRegisterPortable | cudaHostRegisterMapped: for every context, and readable by kernels.
 REGISTER_FLAGS = 1 | 2
+
+
+class _Meter:
+    """Bytes of this process that are page-locked now, by address, and the most there have been."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._held: dict[int, int] = {}
+        self.peak = 0
+
+    def add(self, address: int, nbytes: int) -> None:
+        with self._guard:
+            self._held[address] = nbytes
+            self.peak = max(self.peak, sum(self._held.values()))
+
+    def remove(self, address: int) -> None:
+        with self._guard:
+            self._held.pop(address, None)
+
+
+_METER = _Meter()
+
+
+def peak_pinned_bytes() -> int:
+    """The most bytes that were page-locked at once since this process started."""
+    return _METER.peak
 
 
 class Registrar(Protocol):
@@ -167,6 +194,7 @@ def _lock(block: Tensor, piece: int, registrar: Registrar, registered: list[int]
     def lock(part: Tensor) -> None:
         part[::PAGE].zero_()
         registrar.register(part.data_ptr(), part.nbytes)
+        _METER.add(part.data_ptr(), part.nbytes)
         registered.append(part.data_ptr())
 
     parts = block.split(piece)
@@ -188,4 +216,5 @@ def _progress(locking: Iterable[None], pieces: int, nbytes: int) -> Iterable[Non
 
 def _unregister_all(registrar: Registrar, registered: list[int]) -> None:
     while registered:
+        _METER.remove(registered[-1])
         registrar.unregister(registered.pop())

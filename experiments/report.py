@@ -1,4 +1,8 @@
-"""Tables and figures from records: python -m experiments.report [results_dir=results/local] [readme=README.md]"""
+"""Tables and figures from records: python -m experiments.report [results_dir=results/local] [readme=README.md]
+
+Without a folder, every folder below results/ that holds records. Needs neither a model nor a GPU; the same records give
+the same bytes.
+"""
 
 import sys
 from pathlib import Path
@@ -9,25 +13,28 @@ from rich.console import Console
 from experiments.harness.environment import ROOT
 from experiments.harness.options import read_options
 from experiments.harness.points import results_folder
-from experiments.reporting.collect import Collection, collect
+from experiments.reporting.collect import Collection, collect, result_folders
 from experiments.reporting.figures import write_figure
+from experiments.reporting.files import as_markdown
+from experiments.reporting.paper import write_outputs
 from experiments.reporting.readme import with_tables
-from experiments.reporting.tables import MAIN_TABLES, TABLES, as_markdown, write_tables
+from experiments.reporting.tables import MAIN_TABLES, TABLES, write_tables
 from experiments.reporting.terminal import make_console, print_sections
 
 
 def main(arguments: list[str]) -> int:
     """Print and write the report; returns the exit code."""
     try:
-        options = read_options(arguments, {"results_dir": "results/local", "readme": ""})
+        options = read_options(arguments, {"results_dir": "", "readme": ""})
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    folder = results_folder(options["results_dir"])
-    build_report(folder)
+    given = options["results_dir"]
+    for folder in [results_folder(given)] if given else result_folders(ROOT / "results"):
+        build_report(folder)
     if options["readme"]:
         readme = ROOT / options["readme"]
-        readme.write_text(with_tables(readme.read_text(encoding="utf-8"), folder.parent), encoding="utf-8")
+        readme.write_text(with_tables(readme.read_text(encoding="utf-8"), ROOT / "results"), encoding="utf-8")
     return 0
 
 
@@ -42,8 +49,12 @@ def build_report(folder: Path) -> None:
         print_sections(console, name, sections)
         write_tables(name, sections, folder / "tables")
         write_figure(name, sections, folder / "figures")
+    outputs = write_outputs(collection, folder / "paper")
     _report_problems(console, collection, folder)
-    console.print(f"Tables: {folder / 'tables'}\nFigures: {folder / 'figures'}", soft_wrap=True, highlight=False)
+    if missing := [f"{title}: {state}" for title, state in outputs if state.startswith("no records")]:
+        console.print("\n".join(["[bold]Without records[/bold]", *missing]), soft_wrap=True, highlight=False)
+    for words, name in (("Tables", "tables"), ("Figures", "figures"), ("The paper's", "paper")):
+        console.print(f"{words}: {folder / name}", soft_wrap=True, highlight=False)
 
 
 def _report_problems(console: Console, collection: Collection, folder: Path) -> None:
@@ -59,7 +70,7 @@ def _report_problems(console: Console, collection: Collection, folder: Path) -> 
 
 def _problems(collection: Collection, folder: Path) -> pd.DataFrame:
     """Failed, unfinished and unreadable records, one line each."""
-    lines = [("failed", record.command, _reason(record.error)) for record in collection.failed]
+    lines = [(record.status, record.command, _reason(record.error)) for record in collection.failed]
     lines += [("unfinished", record.command, "under way or interrupted") for record in collection.unfinished]
     lines += [
         ("unusable", error.path.relative_to(folder).as_posix(), str(error).replace(f"{folder}/", ""))

@@ -1,7 +1,10 @@
 """What the README says is there is there, and its tables are those of the committed records."""
 
 import re
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from dualdecoder.method import REGISTRY
 from experiments.reporting.readme import with_tables
@@ -26,17 +29,28 @@ def test_the_tree_lists_every_source_file_and_no_other() -> None:
 def test_folders_in_the_tree_exist_and_all_conf_groups_are_named() -> None:
     for name in tree():
         assert list(ROOT.glob(name)), name
-    groups = {f"conf/{path.name}/*.yaml" for path in (ROOT / "conf").iterdir() if path.is_dir()}
-    assert groups <= tree()
+    groups = {f"{path.parent.relative_to(ROOT).as_posix()}/*.yaml" for path in (ROOT / "conf").rglob("*.yaml")}
+    assert groups == {name for name in tree() if name.startswith("conf/")}
 
 
-def test_commands_and_links_exist() -> None:
-    for module in re.findall(r"-m (experiments\.\w+)", README):
+def test_every_folder_and_document_at_the_top_is_named() -> None:
+    shown = {name.partition("/")[0] for name in tree()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    folders = {name.partition("/")[0] for name in tracked if "/" in name and not name.startswith(".")}
+    assert folders <= shown
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_commands_and_links_exist(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for module in re.findall(r"-m (experiments\.\w+)", text):
         assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), module
-    for target in re.findall(r"make (\w+)", README):
+    for target in re.findall(r"(?:`|^|\n)make (\w+)", text):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
-    for link in re.findall(r"\]\((?!http|#)([^)]+)\)", README):
+    for link in re.findall(r"\]\((?!http|#)([^)]+)\)", text):
         assert (ROOT / link).exists(), link
+    for launcher in re.findall(r"hydra/launcher=(\w+)", text):
+        assert launcher in {path.stem for path in (ROOT / "conf/hydra/launcher").glob("*.yaml")}, launcher
 
 
 def test_tables_are_those_of_the_committed_records() -> None:

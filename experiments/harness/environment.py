@@ -4,6 +4,7 @@ import hashlib
 import os
 import platform
 import subprocess
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "triton", "transformers", "numpy")
 _CODE_FOLDERS = ("dualdecoder", "baselines", "experiments")
 # They only read records: a change in them leaves every measurement valid.
-_NOT_MEASURING = ("experiments/report.py", "experiments/reproduce.py", "experiments/reporting/")
+_NOT_MEASURING = (
+    *(f"experiments/{name}.py" for name in ("__main__", "notebooks", "report", "reproduce", "verify")),
+    "experiments/reporting/",
+    "experiments/harness/devices.py",
+    "experiments/harness/estimate.py",
+)
 # Recorded key -> nvidia-smi query field (current values: the link of an idle GPU may be slower than its maximum).
 _GPU_FIELDS = {
     "name": "name",
@@ -30,6 +36,14 @@ _GPU_FIELDS = {
 }
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU: the name that CUDA_VISIBLE_DEVICES takes, and what a record says of it."""
+
+    uuid: str
+    fields: dict[str, Any]
+
+
 def environment() -> dict[str, Any]:
     """The present environment as JSON values; what cannot be found out is None. Starts no CUDA context."""
     return {
@@ -37,7 +51,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         **{package: _version(package) for package in _PACKAGES},
         **_cpu(),
-        "gpu": _gpus(),
+        "gpu": [gpu.fields for gpu in visible_gpus()] or None,
         **_commit(),
         "lock": _sha256(ROOT / "requirements.lock"),
         "code": code_hash(),
@@ -89,21 +103,27 @@ def _cpu_model() -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
-def _gpus() -> list[dict[str, Any]] | None:
-    """The GPUs this process may use; None if there is none or if this PyTorch is a build without CUDA."""
+def visible_gpus() -> list[Gpu]:
+    """The GPUs this process may use; none if there is none or if this PyTorch is a build without CUDA."""
     import torch
 
     if torch.version.cuda is None:
-        return None
-    query = ",".join(["index", "uuid", *_GPU_FIELDS.values()])
+        return []
+    query = ",".join(["index", "uuid", "pci.bus_id", *_GPU_FIELDS.values()])
     output = _output(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"])
     rows = [[cell.strip() for cell in line.split(",")] for line in (output or "").splitlines()]
-    gpus = [
-        {**dict(zip(_GPU_FIELDS, values, strict=True)), "cuda": torch.version.cuda}
-        for index, uuid, *values in rows
+    return [
+        Gpu(uuid, {**dict(zip(_GPU_FIELDS, values, strict=True)), "cuda": torch.version.cuda, "numa_node": _numa(bus)})
+        for index, uuid, bus, *values in rows
         if _visible(index, uuid)
     ]
-    return gpus or None
+
+
+def _numa(bus: str) -> str | None:
+    """The NUMA node of a PCI device, "-1" where the machine has only one; sysfs writes the domain in four digits."""
+    domain, _, rest = bus.lower().partition(":")
+    path = Path(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/numa_node")
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
 
 def _visible(index: str, uuid: str) -> bool:

@@ -6,9 +6,9 @@ from functools import cache
 
 import torch
 
-from dualdecoder.errors import require
+from dualdecoder.errors import CapacityError, require
 from dualdecoder.method import KVMethod
-from dualdecoder.pinned import PinnedMemory
+from dualdecoder.pinned import PinnedMemory, peak_pinned_bytes
 
 GIB = 2**30
 
@@ -81,3 +81,17 @@ def link_rate(method: KVMethod) -> LinkRate:
     if record_bytes is None:
         return LinkRate(measured_rates().link, "plain copy")
     return LinkRate(gather_rate(record_bytes), f"gather of {record_bytes}-byte records")
+
+
+def gpu_after_measuring() -> dict[str, float | None]:
+    """Peak device and page-locked bytes of this process, and the rates of plain copies on the warm GPU.
+
+    The rates are None where memory is short.
+    """
+    peaks = {"peak_bytes": torch.cuda.max_memory_allocated(), "peak_pinned_bytes": peak_pinned_bytes()}
+    torch.cuda.empty_cache()
+    try:
+        rates = measured_rates()
+    except (torch.cuda.OutOfMemoryError, CapacityError):
+        return {**peaks, "copy_bytes_per_s": None, "link_bytes_per_s": None}
+    return {**peaks, "copy_bytes_per_s": rates.copy, "link_bytes_per_s": rates.link}

@@ -6,7 +6,6 @@ import re
 import shlex
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -17,38 +16,88 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from dualdecoder.errors import UserError
-from experiments.harness.environment import ROOT, device_tag, environment
-from experiments.harness.records import SCHEMA, Record, RecordError, read_record, write_record
+from experiments.harness.child import Measure
+from experiments.harness.environment import ROOT, device_tag, environment, visible_gpus
+from experiments.harness.estimate import estimate
+from experiments.harness.isolate import Outcome, measure_in_child
+from experiments.harness.records import FAILURES, SCHEMA, Record, RecordError, read_record, write_record
 
-OUTPUT_KEYS = ("results_dir",)
+# They say where results go and how a sweep is driven, never what is measured.
+OUTPUT_KEYS = ("results_dir", "dry_run", "retry_failed")
 _SLUG_KEYS = ("model", "method", "speculation", "task", "prompt", "context", "length", "batch", "budget")
 
+Run = Callable[[Measure, dict[str, Any]], Outcome]
+# For conf/hydra/launcher/gpus.yaml: as many points at once as there are GPUs.
+OmegaConf.register_new_resolver("gpus", lambda: max(1, len(visible_gpus())), replace=True)
 
-def run_point(experiment: str, cfg: DictConfig, measure: Callable[[DictConfig], list[dict[str, Any]]]) -> Path:
+
+class PointFailed(RuntimeError):
+    """A point has no result: it failed now, or it did before and no new try was asked for."""
+
+
+def run_point(experiment: str, cfg: DictConfig, measure: Measure, run: Run = measure_in_child) -> Path | None:
     """Measure the point that `cfg` describes, unless it is recorded already; returns the path of its record.
 
     The identity of a point is the experiment, the resolved config without the output keys, the code and the device.
-    `measure` returns tidy rows. What it raises is recorded and raised again; an interrupt leaves the record "running",
-    and a record that is "running" or "failed" is replaced by the next run. A user's error outside a sweep ends the
-    process with one line and status 1; in a sweep it is raised like any other, so that the other points go on.
+    `measure`, a function at the top of a file, returns tidy rows; it runs in a fresh child process on one GPU. A failed
+    point keeps its failure as a record, is tried again only with ``retry_failed=true``, and makes the run or the sweep
+    end with status 1 after all other points; an interrupt leaves the record "running", to be replaced by the next run.
+    With ``dry_run=true`` the point is only printed, with estimates of its time and memory, and None is returned.
     """
-    record = _new_record(experiment, cfg)
-    path = results_folder(cfg.results_dir) / experiment / f"{_slug(record.config)}-{record.point}.json"
-    if _is_finished(path):
+    config = recorded_config(cfg)
+    record = _new_record(experiment, config)
+    path = results_folder(cfg.results_dir) / experiment / f"{_slug(config)}-{record.point}.json"
+    before = _finished(path)
+    skipped = before is not None and not (before.status in FAILURES and cfg.get("retry_failed", False))
+    if cfg.get("dry_run", False):
+        state = f"recorded, {before.status}" if before and skipped else "to do"
+        print(f"{state}: {record.command}: {estimate(record, path.parent)}")
+        return None
+    if not skipped:
+        write_record(path, record)
+        before = _measure(path, record, cfg, run, measure)
+    elif before and before.status == "ok":
         print(f"already recorded: {_portable(str(path))}")
-        return path
-    write_record(path, record)
-    begin = time.perf_counter()
-    try:
-        rows = measure(cfg)
-        _save(path, _end(record, begin, status="ok", rows=rows))
-    except Exception as error:
-        _save(path, _end(record, begin, status="failed", error=_describe(error)))
-        if isinstance(error, UserError) and not in_sweep():
-            sys.exit(f"error: {error}")
-        raise
+    assert before is not None
+    if before.status in FAILURES:
+        _fail(before, path, known=skipped)
     return path
+
+
+def _measure(path: Path, record: Record, cfg: DictConfig, run: Run, measure: Measure) -> Record:
+    begin = time.perf_counter()
+    # The child gets the config as written: with the real paths of this machine, which the record leaves out, and with
+    # its references, because an experiment may replace a value that others refer to.
+    outcome = run(measure, _plain(cfg, resolve=False))
+    if outcome.gpu:
+        record = replace(record, environment={**record.environment, "gpu": [outcome.gpu]})
+    ended = replace(record, finished=_now(), seconds=time.perf_counter() - begin)
+    try:
+        return _save(path, _with_result(ended, outcome))
+    except ValueError as error:
+        # Rows that are not what the experiment promises: the failure is recorded instead of them.
+        return _save(path, _with_result(ended, Outcome(error={"type": type(error).__name__, "message": str(error)})))
+
+
+def _with_result(record: Record, outcome: Outcome) -> Record:
+    if outcome.error is None:
+        return replace(record, status="ok", rows=outcome.rows)
+    status = "out_of_memory" if outcome.error.get("kind") == "memory" else "failed"
+    error = {"traceback": "", **outcome.error}
+    texts = {key: _portable(_short_paths(value)) if isinstance(value, str) else value for key, value in error.items()}
+    return replace(record, status=status, error=texts)
+
+
+def _fail(record: Record, path: Path, known: bool) -> None:
+    """Raise in a sweep, so that the other points go on; otherwise end the process with one line."""
+    assert record.error is not None
+    text = f"{record.error['message'] or record.error['type']}"
+    if known:
+        text += f" (recorded before in {path.name}; retry_failed=true tries again)"
+    if in_sweep():
+        print(f"{record.status}: {record.command}: {text}")
+        raise PointFailed(f"{record.command}: {text}")
+    sys.exit(f"error: {text}")
 
 
 def in_sweep() -> bool:
@@ -62,35 +111,50 @@ def results_folder(results_dir: str) -> Path:
 
 
 def recorded_config(cfg: DictConfig) -> dict[str, Any]:
-    """The resolved config as plain values, without the keys that only say where results go."""
-    plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
-    assert isinstance(plain, dict)
-    kept = {key: value for key, value in plain.items() if key not in OUTPUT_KEYS}
+    """The resolved config as plain values, without the keys that change no measurement and without folders."""
+    kept = {key: value for key, value in _plain(cfg).items() if key not in OUTPUT_KEYS}
     return json.loads(_portable(json.dumps(kept)))
 
 
-def _new_record(experiment: str, cfg: DictConfig) -> Record:
-    config, env = recorded_config(cfg), environment()
+def _plain(cfg: DictConfig, resolve: bool = True) -> dict[str, Any]:
+    plain = OmegaConf.to_container(cfg, resolve=resolve, throw_on_missing=True, enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _new_record(experiment: str, config: dict[str, Any]) -> Record:
+    env = {**environment(), "launcher": _launcher()}
     identity = json.dumps([SCHEMA, experiment, config, env["code"], device_tag(env)], sort_keys=True)
     point = hashlib.sha256(identity.encode()).hexdigest()[:10]
     return Record(experiment, point, config, env, command=_command(experiment), started=_now())
 
 
-def _end(record: Record, begin: float, **changes: Any) -> Record:
-    return replace(record, finished=_now(), seconds=time.perf_counter() - begin, **changes)
+def _launcher() -> str:
+    """What started this point, and how many it may run at once: others on the same host can slow a measurement."""
+    if not HydraConfig.initialized():
+        return "none"
+    launcher = HydraConfig.get().launcher
+    name = launcher["_target_"].rpartition(".")[2]
+    at_once = 1 if name == "BasicLauncher" or not in_sweep() else launcher.get("n_jobs", "an unknown number")
+    return f"{name}, {at_once} at once"
 
 
-def _save(path: Path, record: Record) -> None:
-    # Another process may have finished the same point meanwhile: the first finished record stays.
-    if not _is_finished(path):
-        write_record(path, record)
+def _save(path: Path, record: Record) -> Record:
+    # Another process may have finished the same point meanwhile: the first result stays.
+    other = _finished(path)
+    if other is not None and other.status == "ok":
+        return other
+    write_record(path, record)
+    return record
 
 
-def _is_finished(path: Path) -> bool:
+def _finished(path: Path) -> Record | None:
+    """The record in `path` if there is one whose point has ended, well or badly."""
     try:
-        return path.exists() and read_record(path).status == "ok"
+        record = read_record(path) if path.exists() else None
     except RecordError:
-        return False
+        return None
+    return record if record and record.status != "running" else None
 
 
 def _slug(config: dict[str, Any]) -> str:
@@ -110,10 +174,8 @@ def _command(experiment: str) -> str:
     return _portable(shlex.join(parts))
 
 
-def _describe(error: Exception) -> dict[str, str]:
-    lines = "".join(traceback.format_exception(error))
-    lines = re.sub(r'File "(/[^"]+)"', lambda match: f'File "{_short_path(match[1])}"', lines)
-    return {"type": type(error).__name__, "message": _portable(str(error)), "traceback": _portable(lines)}
+def _short_paths(text: str) -> str:
+    return re.sub(r'File "(/[^"]+)"', lambda match: f'File "{_short_path(match[1])}"', text)
 
 
 def _short_path(path: str) -> str:

@@ -8,10 +8,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from experiments.harness.rows import row_problem
+from experiments.harness.rows import environment_problem, row_problem
 
-SCHEMA = 1
-STATUSES = ("running", "ok", "failed")
+SCHEMA = 2
+# How a point can have ended without rows; too little memory is a result of its own.
+FAILURES = ("failed", "out_of_memory")
+STATUSES = ("running", "ok", *FAILURES)
 
 
 class RecordError(ValueError):
@@ -27,8 +29,9 @@ class RecordError(ValueError):
 class Record:
     """A point: what was asked (`config`), where (`environment`), how it ended (`status`), what was seen (`rows`).
 
-    `started` and `finished` are UTC in ISO 8601, `seconds` is the wall time of the measurement, `error` holds type,
-    message and traceback. A record still "running" belongs to a run that is under way or was interrupted.
+    `started` and `finished` are UTC in ISO 8601, `seconds` is the wall time of the measurement and its process, `error`
+    holds type, message and traceback, or for a process that died its exit status and the end of what it printed. A
+    record still "running" belongs to a run that is under way or was interrupted.
     """
 
     experiment: str
@@ -40,7 +43,7 @@ class Record:
     finished: str | None = None
     seconds: float | None = None
     status: str = "running"
-    error: dict[str, str] | None = None
+    error: dict[str, Any] | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     schema: int = SCHEMA
 
@@ -106,6 +109,7 @@ def _parse(path: Path, data: Any) -> Record:
     if not isinstance(data, dict):
         raise RecordError(path, "(whole file)", "must be a JSON object")
     _check_schema(path, data)
+    data = _upgraded(data)
     for name, types in _TYPES.items():
         if name not in data:
             raise RecordError(path, name, "is missing")
@@ -113,17 +117,28 @@ def _parse(path: Path, data: Any) -> Record:
             allowed = " or ".join("null" if kind is NoneType else kind.__name__ for kind in types)
             raise RecordError(path, name, f"is {type(data[name]).__name__}; allowed: {allowed}")
     _check_status(path, data)
-    if problem := row_problem(data["experiment"], data["rows"]):
+    problem = environment_problem(data["environment"]) or row_problem(data["experiment"], data["rows"])
+    if problem:
         raise RecordError(path, *problem)
     return Record(**data)
+
+
+def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
+    """Schema 1 knew no `out_of_memory` and no launcher, one process measured all points of a sweep."""
+    if data["schema"] != 1:
+        return data
+    environment = data.get("environment")
+    if isinstance(environment, dict):
+        environment = {"launcher": "none", **environment}
+    return {**data, "schema": SCHEMA, **({} if environment is None else {"environment": environment})}
 
 
 def _check_schema(path: Path, data: dict[str, Any]) -> None:
     # First of all checks: a newer schema may rename any other field.
     if "schema" not in data:
         raise RecordError(path, "schema", "is missing")
-    if data["schema"] != SCHEMA:
-        raise RecordError(path, "schema", f"is {data['schema']!r}; this code reads {SCHEMA}")
+    if data["schema"] not in range(1, SCHEMA + 1):
+        raise RecordError(path, "schema", f"is {data['schema']!r}; this code reads 1 to {SCHEMA}")
     if unknown := sorted(set(data) - set(_TYPES)):
         raise RecordError(path, unknown[0], f"is unknown to schema {SCHEMA}")
 
@@ -133,5 +148,5 @@ def _check_status(path: Path, data: dict[str, Any]) -> None:
         raise RecordError(path, "status", f"is {data['status']!r}; allowed: {', '.join(STATUSES)}")
     if (data["status"] == "running") != (data["finished"] is None):
         raise RecordError(path, "finished", "must be null while the status is running, and a time otherwise")
-    if (data["status"] == "failed") != (data["error"] is not None):
-        raise RecordError(path, "error", "must be there if the status is failed, and null otherwise")
+    if (data["status"] in FAILURES) != (data["error"] is not None):
+        raise RecordError(path, "error", f"must be there if the status is {' or '.join(FAILURES)}, and null otherwise")

@@ -1,4 +1,4 @@
-"""What a row of each experiment's tables must hold: the contract between a measurement and the report."""
+"""What a row of each experiment's tables, and an environment, must hold: the contract of measurement and report."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +27,13 @@ def _is_fraction(value: Any) -> bool:
 
 def _is_bytes(value: Any) -> bool:
     return isinstance(value, dict) and all(_is_number(item) for item in value.values())
+
+
+def _is_gpus(value: Any) -> bool:
+    if value is None:
+        return True
+    one_or_more = isinstance(value, list) and bool(value)
+    return one_or_more and all(isinstance(gpu, dict) and {*_GPU_TEXTS} <= {*gpu} for gpu in value)
 
 
 def _optional(kind: Kind) -> Kind:
@@ -154,14 +161,36 @@ def table_of(experiment: str, row: dict[str, Any]) -> str:
     return f"{experiment}_cache" if row.get("scope") == "cache" else experiment
 
 
+ENVIRONMENT_FIELDS: dict[str, Kind] = {
+    **dict.fromkeys(("platform", "python", "launcher", "code", "cpu"), TEXT),
+    **dict.fromkeys(("torch", "triton", "transformers", "numpy", "commit", "lock"), _optional(TEXT)),
+    **dict.fromkeys(("logical_cores", "torch_threads", "host_ram_bytes"), NUMBER),
+    "physical_cores": _optional(NUMBER),
+    "dirty": Kind("true, false or null", lambda value: value in (True, False, None)),
+    "gpu": Kind("a list of one or more GPUs, or null", _is_gpus),
+}
+_GPU_TEXTS = ("name", "memory_mib", "driver", "cuda", "pcie_generation", "pcie_width")
+
+
+def environment_problem(environment: dict[str, Any]) -> tuple[str, str] | None:
+    """The first fault in an environment as (field, problem), or None."""
+    return _problem("environment", environment, ENVIRONMENT_FIELDS)
+
+
 def row_problem(experiment: str, rows: list[Any]) -> tuple[str, str] | None:
     """The first fault in `rows` as (field, problem), or None; a table not listed above may hold any rows."""
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             return f"rows[{index}]", "must be an object"
-        for name, kind in ROW_FIELDS.get(table_of(experiment, row), {}).items():
-            if name not in row:
-                return f"rows[{index}].{name}", f"is missing; it must be {kind.words}"
-            if not kind.accepts(row[name]):
-                return f"rows[{index}].{name}", f"is {row[name]!r:.60}; it must be {kind.words}"
+        if problem := _problem(f"rows[{index}]", row, ROW_FIELDS.get(table_of(experiment, row), {})):
+            return problem
+    return None
+
+
+def _problem(where: str, values: dict[str, Any], kinds: dict[str, Kind]) -> tuple[str, str] | None:
+    for name, kind in kinds.items():
+        if name not in values:
+            return f"{where}.{name}", f"is missing; it must be {kind.words}"
+        if not kind.accepts(values[name]):
+            return f"{where}.{name}", f"is {values[name]!r:.60}; it must be {kind.words}"
     return None

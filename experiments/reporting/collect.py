@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.harness.records import Record, RecordError, load_records
+from experiments.harness.records import FAILURES, Record, RecordError, load_records
 from experiments.harness.rows import table_of
 
 CPU_WORDS = "CPU reference, not a GPU speed"
@@ -57,13 +57,29 @@ def _rows(record: Record, table: str) -> list[dict[str, Any]]:
     return [row for row in record.rows if table_of(record.experiment, row) == table]
 
 
+def result_folders(results: Path) -> list[Path]:
+    """The folders of `results` that hold records: one per machine, apart from one another."""
+    return sorted(folder for folder in results.iterdir() if folder.is_dir() and any(folder.rglob("*.json")))
+
+
+def collect_all(results: Path) -> Collection:
+    """Every record of every committed folder below `results` together; results/local is nobody's but this machine's."""
+    found = [load_records(folder) for folder in result_folders(results) if folder.name != "local"]
+    return _sorted_out(
+        [item for records, _ in found for item in records], [item for _, errors in found for item in errors]
+    )
+
+
 def collect(folder: Path) -> Collection:
     """Read every record below `folder`; of several of the same config and hardware the newest finished one counts."""
-    records, errors = load_records(folder)
+    return _sorted_out(*load_records(folder))
+
+
+def _sorted_out(records: list[Record], errors: list[RecordError]) -> Collection:
     by_time = sorted(records, key=lambda record: (record.finished or "", record.point))
     newest = {_subject(record): record for record in by_time if record.status == "ok"}
     outdated = [record for record in records if record.status == "ok" and newest[_subject(record)] is not record]
-    failed = [record for record in records if record.status == "failed" and not _superseded(record, newest)]
+    failed = [record for record in records if record.status in FAILURES and not _superseded(record, newest)]
     unfinished = [record for record in records if record.status == "running"]
     ok = [record for record in records if newest.get(_subject(record)) is record]
     return Collection(ok, outdated, failed, unfinished, errors)

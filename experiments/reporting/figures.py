@@ -1,7 +1,7 @@
 """One PNG per table. A block per section, so that no axis mixes CPU and GPU, and in it a row of axes per model."""
 
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,28 +11,34 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments.reporting.collect import Section
+from experiments.reporting.drawing import (
+    MARKERS,
+    SMALL_PRINT,
+    bar_style,
+    grouped_bars,
+    legend,
+    line_style,
+    log_if_wide,
+    method_styles,
+    numbered,
+    save,
+    title,
+)
 from experiments.reporting.tables import (
     GIB,
     ORDERS,
     by_category,
     headline,
-    in_order,
     length_text,
     numbers,
     split,
     with_budget,
 )
 
-# Okabe and Ito: told apart with every common kind of colour blindness. In grey, hatches and markers tell apart.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-HATCHES = ("", "///", "...", "\\\\\\", "xxx", "---", "+++")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 # Steps in a running mean: enough to see through the noise of one step.
 WINDOW = 8
-_SMALL_PRINT = 8
 _CATEGORIES = ("weights", "kv", "landmarks", "outliers", "other")
 
 
@@ -45,17 +51,10 @@ class Drawing:
     apart: tuple[str, ...]
 
 
-def write_figure(name: str, sections: list[Section], folder: Path) -> Path | None:
-    """Draw `<name>.png` into `folder`; with nothing to draw, an older figure is removed."""
-    path = folder / f"{name}.png"
-    if not sections or name not in DRAWINGS:
-        path.unlink(missing_ok=True)
-        return None
-    folder.mkdir(parents=True, exist_ok=True)
-    figure = draw_figure(name, sections)
-    # Without the writer's version in it the same records give the same bytes.
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    return path
+def write_figure(name: str, sections: list[Section], folder: Path) -> None:
+    """Draw `<name>.png` and `<name>.svg` into `folder`; with nothing to draw, older ones are removed."""
+    drawable = bool(sections) and name in DRAWINGS
+    save(draw_figure(name, sections) if drawable else None, folder / name)
 
 
 def draw_figure(name: str, sections: list[Section]) -> Figure:
@@ -67,7 +66,7 @@ def draw_figure(name: str, sections: list[Section]) -> Figure:
     places = figure.subfigures(len(blocks), 1, squeeze=False, height_ratios=[len(block) for block in blocks])
     for place, block, section in zip(places[:, 0], blocks, sections, strict=True):
         caption = textwrap.fill(section.caption, int(width * 14))
-        place.suptitle(caption, fontsize=_SMALL_PRINT, x=0.01, horizontalalignment="left")
+        place.suptitle(caption, fontsize=SMALL_PRINT, x=0.01, horizontalalignment="left")
         rows = place.subplots(len(block), drawing.panels, squeeze=False)
         for axes, table in zip(rows, block, strict=True):
             drawing.draw(list(axes), table)
@@ -86,8 +85,8 @@ def _throughput(axes: list[Axes], table: pd.DataFrame) -> None:
     keys = zip(table["context"], table["batch"], strict=True)
     groups = [f"context {length_text(context)}\nbatch {batch:.0f}" for context, batch in keys]
     bars = table.assign(low=low, high=high, group=groups, series=table["method"], value=table["tokens_per_s"])
-    _grouped_bars(axes[0], bars)
-    _log_if_wide(axes[0], bars["value"])
+    grouped_bars(axes[0], bars)
+    log_if_wide(axes[0], bars["value"])
     axes[0].set_ylabel("tokens per second (median; lines: p10-p90)")
 
 
@@ -95,7 +94,7 @@ def _ruler(axes: list[Axes], table: pd.DataFrame) -> None:
     low, high = table["score"] - table["ci95_low"], table["ci95_high"] - table["score"]
     groups = [f"{task}\n{length_text(length)}" for task, length in zip(table["task"], table["length"], strict=True)]
     bars = table.assign(low=low, high=high, group=groups, series=with_budget(table)["method"], value=table["score"])
-    _grouped_bars(axes[0], bars)
+    grouped_bars(axes[0], bars)
     axes[0].set_ylabel("score, % (lines: 95 % interval)")
     axes[0].set_ylim(0, 112)
 
@@ -106,25 +105,25 @@ def _residency(axes: list[Axes], table: pd.DataFrame) -> None:
     _shares(axes[1], named)
     contexts = [f"context\n{length_text(context)}" for context in named["context"]]
     bars = named.assign(low=0, high=0, group=contexts, value=named["largest_batch"])
-    _grouped_bars(axes[2], bars, nothing="does not fit")
-    _log_if_wide(axes[2], bars["value"])
-    _title(axes[2], "Largest batch under the cap")
+    grouped_bars(axes[2], bars, nothing="does not fit")
+    log_if_wide(axes[2], bars["value"])
+    title(axes[2], "Largest batch under the cap")
     axes[2].set_ylabel("sequences")
 
 
 def _totals(axis: Axes, table: pd.DataFrame) -> None:
-    for name, style in _styles(table).items():
+    for name, style in method_styles(table).items():
         chosen = table[table["series"] == name]
-        axis.plot(np.log2(chosen["context"]), chosen["gpu_total"] / GIB, label=name, **_line(style))
+        axis.plot(np.log2(chosen["context"]), chosen["gpu_total"] / GIB, label=name, **line_style(style))
     cap = table["cap_bytes"].iloc[0] / GIB
     axis.axhline(cap, color="black", linestyle="--", linewidth=1, label=f"cap, {cap:g} GiB")
     contexts = sorted(table["context"].unique())
     axis.set_xticks(np.log2(contexts), [length_text(context) for context in contexts])
-    _log_if_wide(axis, table["gpu_total"] / GIB)
-    _title(axis, "GPU memory of the whole batch")
+    log_if_wide(axis, table["gpu_total"] / GIB)
+    title(axis, "GPU memory of the whole batch")
     axis.set_xlabel("context, tokens")
     axis.set_ylabel("GiB")
-    _legend(axis)
+    legend(axis)
 
 
 def _shares(axis: Axes, table: pd.DataFrame) -> None:
@@ -133,18 +132,18 @@ def _shares(axis: Axes, table: pd.DataFrame) -> None:
     held = pd.DataFrame([by_category(line) for line in lines]).fillna(0.0)
     percent, base = held.div(table["gpu_total"], axis=0) * 100, pd.Series(0.0, table.index)
     # The same category has the same place in all bars and, after those of the methods, a style of its own.
-    styles = _numbered(held.columns, _CATEGORIES)
+    styles = numbered(held.columns, _CATEGORIES)
     for name in sorted(styles, key=styles.__getitem__):
         bars = axis.bar(
-            table.index, percent[name], bottom=base, label=name, **_bar(styles[name] + len(ORDERS["method"]))
+            table.index, percent[name], bottom=base, label=name, **bar_style(styles[name] + len(ORDERS["method"]))
         )
         _write_inside(axis, bars, [f"{size / GIB:.1f}" for size in held[name]])
         base = base + percent[name]
     labels = [f"{length_text(line['context'])} {line['series']}" for line in lines]
     axis.set_xticks(table.index, labels, rotation=90, fontsize=7)
-    _title(axis, "What it holds (numbers: GiB)")
+    title(axis, "What it holds (numbers: GiB)")
     axis.set_ylabel("share, %")
-    _legend(axis)
+    legend(axis)
 
 
 def _write_inside(axis: Axes, bars: BarContainer, texts: list[str]) -> None:
@@ -160,18 +159,18 @@ def _prediction(axes: list[Axes], table: pd.DataFrame) -> None:
     seeds = list(table["speculation"].unique())
     steps, layers = table[table["scope"] == "step"], table[table["scope"] == "layer"]
     first = steps[steps["speculation"] == seeds[0]]
-    _curve(axes[0], first, "step", "kv_accuracy", "KV accuracy", _line(0))
-    _curve(axes[0], first, "step", "token_accuracy", "token accuracy", _line(1))
-    _title(axes[0], f"Speculation '{seeds[0]}' (Fig. 7a)")
+    _curve(axes[0], first, "step", "kv_accuracy", "KV accuracy", line_style(0))
+    _curve(axes[0], first, "step", "token_accuracy", "token accuracy", line_style(1))
+    title(axes[0], f"Speculation '{seeds[0]}' (Fig. 7a)")
     _by_seed(axes[1], layers, "layer", seeds)
-    _title(axes[1], "KV accuracy by layer")
+    title(axes[1], "KV accuracy by layer")
     _by_seed(axes[2], steps, "step", seeds)
-    _title(axes[2], "KV accuracy by seed (Fig. 7b)")
+    title(axes[2], "KV accuracy by seed (Fig. 7b)")
     for axis, lines, over in ((axes[0], steps, "step"), (axes[1], layers, "layer"), (axes[2], steps, "step")):
         _curve(axis, lines[lines["speculation"] == seeds[0]], over, "reuse", "last-step reuse", _REUSE)
         axis.set_xlabel("layer" if over == "layer" else f"decode step (dots; lines: mean over {WINDOW} steps)")
         axis.set_ylabel("%")
-        _legend(axis)
+        legend(axis)
     # One scale, so that the three can be compared.
     lowest = min(100.0, *(axis.dataLim.y0 for axis in axes))
     for axis in axes:
@@ -188,20 +187,20 @@ def _caches(axes: list[Axes], table: pd.DataFrame) -> None:
         axes[0].plot(line["capacity"], 100 * line["misses"], label=label, **style)
     for number, seed in enumerate(seeds):
         ahead = table[table["prefetch"] & (table["cache"] == "LRU") & (table["speculation"] == seed)]
-        axes[0].plot(ahead["capacity"], 100 * ahead["misses"], label=f"prefetching, {seed}", **_line(number))
-        axes[1].plot(ahead["capacity"], 100 * ahead["prefetched"], label=f"prefetched, {seed}", **_line(number))
-    _title(axes[0], "Missing when needed")
-    _title(axes[1], "Fetched ahead")
+        axes[0].plot(ahead["capacity"], 100 * ahead["misses"], label=f"prefetching, {seed}", **line_style(number))
+        axes[1].plot(ahead["capacity"], 100 * ahead["prefetched"], label=f"prefetched, {seed}", **line_style(number))
+    title(axes[0], "Missing when needed")
+    title(axes[1], "Fetched ahead")
     for axis in axes:
         axis.set_xlabel("capacity of the LRU cache, multiples of the budget")
         axis.set_ylabel("% of the selection")
         axis.set_ylim(bottom=0)
-        _legend(axis)
+        legend(axis)
 
 
 def _by_seed(axis: Axes, table: pd.DataFrame, over: str, seeds: list[str]) -> None:
     for number, seed in enumerate(seeds):
-        _curve(axis, table[table["speculation"] == seed], over, "kv_accuracy", seed, _line(number))
+        _curve(axis, table[table["speculation"] == seed], over, "kv_accuracy", seed, line_style(number))
 
 
 def _curve(axis: Axes, lines: pd.DataFrame, over: str, value: str, label: str, style: dict[str, Any]) -> None:
@@ -219,67 +218,6 @@ def _curve(axis: Axes, lines: pd.DataFrame, over: str, value: str, label: str, s
     axis.plot(places, percent, label=label, markevery=(start, every), **style)
 
 
-def _grouped_bars(axis: Axes, table: pd.DataFrame, nothing: str = "") -> None:
-    """Bars of `value` by `series` side by side in each `group`; `low` and `high` are the lengths of the error bars.
-
-    `nothing` is written in place of a 0, for which a log axis has no place.
-    """
-    places, styles = list(table["group"].unique()), _styles(table)
-    width = 0.8 / len(styles)
-    for number, (name, style) in enumerate(styles.items()):
-        chosen = table[table["series"] == name]
-        offsets = chosen["group"].map(places.index) + (number - (len(styles) - 1) / 2) * width
-        errors = chosen[["low", "high"]].clip(lower=0).to_numpy().T
-        shown = {"yerr": errors, "capsize": 2} if errors.any() else {}
-        bars = axis.bar(offsets, chosen["value"], width, label=name, **shown, **_bar(style))
-        _write_values(axis, bars, list(chosen["value"]), nothing)
-    # Few groups: empty room at both sides instead of bars as wide as the page.
-    room = 0.5 + max(0, 3 - len(places)) / 2
-    axis.set_xlim(-room, len(places) - 1 + room)
-    axis.set_xticks(range(len(places)), places, fontsize=_SMALL_PRINT)
-    axis.margins(y=0.1)
-    _legend(axis)
-
-
-def _write_values(axis: Axes, bars: BarContainer, values: list[float], nothing: str) -> None:
-    axis.bar_label(bars, [_short(value) if value or not nothing else "" for value in values], fontsize=7, padding=2)
-    foot = {"transform": axis.get_xaxis_transform(), "horizontalalignment": "center", "verticalalignment": "bottom"}
-    for bar, value in zip(bars, values, strict=True):
-        if nothing and not value:
-            axis.text(bar.get_x() + bar.get_width() / 2, 0.02, nothing, rotation=90, fontsize=7, **foot)
-
-
-def _log_if_wide(axis: Axes, values: pd.Series) -> None:
-    """A log axis where the smallest bar or point would be lost at the foot of a linear one."""
-    positive = values[values > 0]
-    if len(positive) and positive.max() >= 20 * positive.min():
-        axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter("{x:,g}")
-        axis.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _styles(table: pd.DataFrame) -> dict[str, int]:
-    """A number of a style per series in reading order; a known method has the same one in every figure."""
-    keys = [name for name in ("method", "budget") if name in table]
-    return _numbered(in_order(table, keys)["series"].unique(), ORDERS["method"])
-
-
-def _numbered(names: Iterable[str], known: tuple[str, ...]) -> dict[str, int]:
-    """The place of each name in `known`, which others follow as they come."""
-    places = [*known, *(name for name in names if name not in known)]
-    return {name: places.index(name) for name in names}
-
-
-def _bar(number: int) -> dict[str, Any]:
-    hatch = HATCHES[number % len(HATCHES)]
-    return {"color": PALETTE[number % len(PALETTE)], "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
-
-
-def _line(number: int) -> dict[str, Any]:
-    return {"color": PALETTE[number % len(PALETTE)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
-
-
 _REUSE: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1}
 _OPTIMUM: dict[str, Any] = {"color": "black", "linestyle": ":", "linewidth": 1}
 DRAWINGS: dict[str, Drawing] = {
@@ -289,16 +227,3 @@ DRAWINGS: dict[str, Drawing] = {
     "prediction_cache": Drawing(_caches, 2, ("model", "prompt", "context", "budget")),
     "ruler": Drawing(_ruler, 1, ("model",)),
 }
-
-
-def _title(axis: Axes, text: str) -> None:
-    axis.set_title(text, loc="left", fontsize=10)
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
-
-
-def _legend(axis: Axes) -> None:
-    # Beside the axes: inside them it would hide bars.
-    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), handlelength=2.2, handleheight=1.2)

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.reporting.collect import Section
+from experiments.reporting.files import Part, write_files
 from experiments.reporting.gpu_tables import (
     attention_texts,
     kernel_texts,
@@ -24,29 +25,25 @@ GIB = 2**30
 MIB = 2**20
 # What a reader looks for first; all others follow by name.
 ORDERS = {
-    "method": ("ideal", "full_kv", "dualdecoder", "full_offload"),
+    "method": (
+        "ideal",
+        "full_kv",
+        "dualdecoder",
+        "full_offload",
+        "shadowkv",
+        "specache",
+        "oasiskv",
+        "infinigen",
+        "quest",
+        "h2o",
+        "streaming_llm",
+    ),
     "speculation": ("self", "random_first", "random"),
     "cache": ("last set", "LRU", "optimum"),
     "task": ("niah_*", "vt", "cwe"),
 }
 # Below this share of the total a category is not worth a name.
 _SMALL = 0.01
-_LEFT = (
-    "prompt",
-    "variant",
-    "kernel",
-    "method",
-    "outcome",
-    "selection",
-    "host_kv",
-    "speculation",
-    "cache",
-    "task",
-    "GPU GiB by category",
-    "kind",
-    "record",
-    "reason",
-)
 
 
 @dataclass(frozen=True)
@@ -62,30 +59,17 @@ class Table:
     unit: str = ""
 
 
-@dataclass(frozen=True)
-class Part:
-    """One printed table."""
-
-    title: str
-    texts: pd.DataFrame
-
-
 def no_records(name: str) -> str:
     """What stands in place of a table without records."""
     return f"no records: run python -m experiments.{name}"
 
 
 def write_tables(name: str, sections: list[Section], folder: Path) -> list[Path]:
-    """Write `<name>.csv` and `<name>.md` into `folder`; both say so if there are no records."""
-    folder.mkdir(parents=True, exist_ok=True)
-    csv, markdown = folder / f"{name}.csv", folder / f"{name}.md"
+    """Write `<name>` as CSV, Parquet, Markdown and LaTeX into `folder`; each says so if there are no records."""
     frames = [numbers(name, section).assign(caption=section.caption) for section in sections]
     whole = pd.concat(frames) if frames else pd.DataFrame({"note": [no_records(name)]})
-    # Converted: a column of whole numbers stays one where some cells are empty.
-    csv.write_text(whole.convert_dtypes().to_csv(index=False, lineterminator="\n"), encoding="utf-8")
-    text = "\n\n".join(_section_markdown(name, section) for section in sections) or no_records(name)
-    markdown.write_text(f"# {name}\n\n{text}\n", encoding="utf-8")
-    return [csv, markdown]
+    chunks = [(section.caption, parts(name, section)) for section in sections]
+    return write_files(folder / name, name, whole, chunks, no_records(name))
 
 
 def numbers(name: str, section: Section) -> pd.DataFrame:
@@ -115,18 +99,6 @@ def headline(table: pd.DataFrame, without: Any = ()) -> str:
     return ", ".join(_HEADLINE[name](table[name].dropna().iloc[0]) for name in names)
 
 
-def is_text(column: str) -> bool:
-    """Whether a column of texts reads from the left; numbers end at the right."""
-    return column in _LEFT
-
-
-def as_markdown(texts: pd.DataFrame) -> str:
-    """A Markdown table of a frame of texts."""
-    rule = ["---" if is_text(name) else "---:" for name in texts.columns]
-    lines = [list(texts.columns), rule, *texts.to_numpy().tolist()]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
 def in_order(table: pd.DataFrame, names: list[str]) -> pd.DataFrame:
     """`table` sorted by the columns `names`: numbers by size, known names as in ORDERS, others after them."""
     return table.sort_values(names, kind="stable", key=_ranks).reset_index(drop=True)
@@ -152,11 +124,6 @@ def by_category(line: dict[str, Any]) -> dict[str, float]:
 def length_text(tokens: float) -> str:
     """A number of tokens: 128K for 131072, and in full if it is no multiple of 1024."""
     return f"{tokens / 1024:.0f}K" if tokens % 1024 == 0 else f"{tokens:.0f}"
-
-
-def _section_markdown(name: str, section: Section) -> str:
-    tables = [f"## {part.title}\n\n{as_markdown(part.texts)}" for part in parts(name, section)]
-    return "\n\n".join([section.caption, *tables])
 
 
 def _throughput(rows: pd.DataFrame) -> pd.DataFrame:

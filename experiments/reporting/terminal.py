@@ -11,7 +11,8 @@ from rich.table import Table as RichTable
 from experiments.harness.points import in_sweep
 from experiments.harness.records import read_record
 from experiments.reporting.collect import Collection, Section
-from experiments.reporting.tables import TABLES, is_text, no_records, parts
+from experiments.reporting.files import is_text
+from experiments.reporting.tables import TABLES, no_records, parts
 
 # A terminal has its own width; in a file or a CI log rich would take eighty columns, too few for the tables.
 _WIDTH_OF_A_FILE = 100
@@ -23,8 +24,10 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=_WIDTH_OF_A_FILE)
 
 
-def show_point(path: Path) -> None:
-    """Print the tables of one record; in a sweep, where the report follows, only say where it is."""
+def show_point(path: Path | None) -> None:
+    """Print the tables of one record, if there is one; in a sweep, where the report follows, only say where it is."""
+    if path is None:
+        return
     if in_sweep():
         print(f"recorded: {path.name}")
         return

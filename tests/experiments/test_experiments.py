@@ -1,5 +1,6 @@
 """Every config composes, every experiment measures, on small points of the real model or the tiny one."""
 
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.plugins.launcher import Launcher
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from dualdecoder.checkpoints import named_shape
@@ -15,17 +18,20 @@ from dualdecoder.engine import Engine
 from dualdecoder.errors import ConfigError
 from dualdecoder.method import method_config
 from experiments import prediction, residency, ruler, throughput
+from experiments.__main__ import experiments
 from experiments.harness import workload
+from experiments.harness.environment import visible_gpus
 from experiments.harness.records import load_records
 from experiments.harness.rows import row_problem
 from experiments.harness.statistics import wilson_interval
-from experiments.reproduce import read_runs
+from experiments.reproduce import PROFILES, read_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 EXPERIMENTS = ("throughput", "residency", "prediction", "ruler")
 GPU_EXPERIMENTS = ("step_time", "method_time", "attention_time", "kernel_time", "prefill_time")
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+HARDWARE = sorted(path.stem for path in (CONF / "hardware").glob("*.yaml"))
 METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
 
 
@@ -57,12 +63,51 @@ def test_every_method_config_is_valid(experiment: str, method: str) -> None:
     method_config(cfg.method.name, OmegaConf.to_container(cfg.method.options, resolve=True))
 
 
-def test_reproduce_runs_compose() -> None:
-    runs, _ = read_runs(CONF / "reproduce.yaml")
-    assert {run.experiment for run in runs} == set(EXPERIMENTS)
+@pytest.mark.parametrize("hardware", HARDWARE)
+def test_every_hardware_config_is_a_cap(hardware: str) -> None:
+    cfg = config("residency", f"hardware={hardware}")
+    assert cfg.hardware.name == hardware and cfg.hardware.gpu_budget_gib > 0
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_reproduce_runs_compose(profile: str) -> None:
+    runs = read_profile(ROOT / PROFILES[profile]).runs
     for run in runs:
-        single = [item.split(",")[0] for item in run.overrides if item != "-m"]
+        single = [item if "[" in item else item.split(",")[0] for item in run.overrides if item != "-m"]
         OmegaConf.resolve(config(run.experiment, *single))
+    assert profile != "cpu" or {run.experiment for run in runs} == set(EXPERIMENTS)
+
+
+def test_every_experiment_has_a_primary_config_that_offers_a_dry_run_and_a_retry() -> None:
+    """A new one begins its defaults with `- base`, which holds these keys and Hydra's folders."""
+    assert {*EXPERIMENTS, *GPU_EXPERIMENTS} <= set(experiments())
+    for name in experiments():
+        cfg = config(name)
+        assert (cfg.dry_run, cfg.retry_failed, cfg.results_dir) == (False, False, "results/local"), name
+
+
+@pytest.mark.parametrize("launcher", ["gpus", "slurm", "ray_cluster"])
+def test_example_launchers_compose(launcher: str) -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("throughput", [f"hydra/launcher={launcher}"], return_hydra_config=True)
+    target = cfg.hydra.launcher._target_
+    assert target.startswith("hydra_plugins.")
+    if launcher != "ray_cluster":  # an extra of many megabytes, not in the lock
+        assert issubclass(get_class(target), Launcher)
+    if launcher == "gpus":
+        assert cfg.hydra.launcher.n_jobs == max(1, len(visible_gpus()))
+
+
+def test_the_command_lists_the_experiments_and_knows_what_hydra_does_not(tmp_path) -> None:
+    command = [sys.executable, "-m", "experiments"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    assert {line.split()[0] for line in listed.splitlines()} == set(experiments())
+    sweep = ["residency", "--dry-run", "-m", "model=tiny", "context=65536,131072", "batch=1"]
+    folders = [f"results_dir={tmp_path}", f"hydra.sweep.dir={tmp_path}/hydra"]
+    result = subprocess.run([*command, *sweep, *folders], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert len(re.findall(r"^to do: .*: time unknown, \d+\.\d\d GiB planned$", result.stdout, re.MULTILINE)) == 2
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_residency_rows() -> None:

@@ -12,14 +12,27 @@ from experiments.harness.records import Record, write_record
 GIB = 2**30
 CPU_ENVIRONMENT = {
     "platform": "Linux 6 x86_64",
+    "python": "3.11.0",
+    **dict.fromkeys(("torch", "triton", "transformers", "numpy", "lock"), "1"),
     "cpu": "Test CPU",
+    "physical_cores": 2,
+    "logical_cores": 2,
     "torch_threads": 2,
+    "host_ram_bytes": 8 * GIB,
     "gpu": None,
+    "launcher": "none",
     "commit": "c" * 40,
     "dirty": False,
     "code": "1" * 64,
 }
-GPU = {"name": "NVIDIA H200", "memory_mib": "143771", "pcie_generation": "5", "pcie_width": "16"}
+GPU = {
+    "name": "NVIDIA H200",
+    "memory_mib": "143771",
+    "driver": "580.1",
+    "cuda": "13.0",
+    "pcie_generation": "5",
+    "pcie_width": "16",
+}
 ROWS: dict[str, list[dict[str, Any]]] = {
     "throughput": [
         {

@@ -12,8 +12,8 @@ from experiments.harness import environment as module
 from experiments.harness.environment import ROOT, code_hash, device_tag, environment
 
 SMI = """#!/bin/sh
-echo "0, GPU-aaaa, NVIDIA H200, 143771, 580.1, 5, 16, 1980, 3201, 700.00"
-echo "1, GPU-bbbb, NVIDIA L4, 23034, 580.1, 4, 16, 300, 405, 72.00"
+echo "0, GPU-aaaa, 00000000:0F:00.0, NVIDIA H200, 143771, 580.1, 5, 16, 1980, 3201, 700.00"
+echo "1, GPU-bbbb, 00000000:1F:00.0, NVIDIA L4, 23034, 580.1, 4, 16, 300, 405, 72.00"
 """
 
 
@@ -55,6 +55,7 @@ def test_gpus_are_recorded(two_gpus) -> None:
         "memory_clock_mhz": "405",
         "power_limit_w": "72.00",
         "cuda": "13.0",
+        "numa_node": None,
     }
 
 

@@ -1,42 +1,45 @@
 """A point is measured once; what is interrupted or fails is seen as such and done again."""
 
-import os
-import signal
-import subprocess
-import sys
+import re
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
+from dualdecoder.errors import CapacityError
 from experiments.harness import points
+from experiments.harness.child import describe
 from experiments.harness.environment import ROOT
+from experiments.harness.isolate import Outcome
 from experiments.harness.points import run_point
 from experiments.harness.records import load_records, read_record
 
-SLOW_POINT = """
-import sys, time
-from omegaconf import OmegaConf
-from experiments.harness.points import run_point
-def measure(cfg):
-    print("measuring", flush=True)
-    time.sleep(60)
-run_point("toy", OmegaConf.create({"results_dir": sys.argv[1], "model": "tiny", "batch": 2}), measure)
-"""
-
 
 class Measure:
-    """A measurement that counts its calls and raises what it is told to."""
+    """A measurement in this process that counts its calls and raises what it is told to."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.calls, self.error = 0, error
 
-    def __call__(self, cfg: DictConfig) -> list[dict]:
+    def __call__(self, cfg: dict) -> list[dict]:
         self.calls += 1
         if self.error:
             raise self.error
         return [{"value": self.calls}]
+
+
+def here(measure, cfg: dict) -> Outcome:
+    """Instead of a child process, for what has nothing to do with processes."""
+    try:
+        return Outcome(measure(cfg))
+    except Exception as error:
+        return Outcome(error=describe(error))
+
+
+def run_here(tmp_path: Path, measure=None, experiment: str = "toy", **changes) -> Path | None:
+    return run_point(experiment, config(tmp_path, **changes), measure or Measure(), run=here)
 
 
 def config(tmp_path: Path, **changes) -> DictConfig:
@@ -45,9 +48,9 @@ def config(tmp_path: Path, **changes) -> DictConfig:
 
 def test_a_finished_point_is_neither_run_again_nor_overwritten(tmp_path: Path, capsys) -> None:
     measure = Measure()
-    path = run_point("toy", config(tmp_path), measure)
+    path = run_here(tmp_path, measure)
     before = path.read_bytes()
-    assert run_point("toy", config(tmp_path), measure) == path
+    assert run_here(tmp_path, measure) == path
     assert (measure.calls, path.read_bytes()) == (1, before)
     assert f"already recorded: {path}" in capsys.readouterr().out
     assert path.parent == tmp_path / "toy" and path.name.startswith("tiny-2-")
@@ -55,107 +58,112 @@ def test_a_finished_point_is_neither_run_again_nor_overwritten(tmp_path: Path, c
 
 def test_config_and_environment_are_on_disk_before_the_measurement(tmp_path: Path) -> None:
     seen = []
-    run_point("toy", config(tmp_path), lambda cfg: seen.extend(load_records(tmp_path)[0]) or [])
+    run_here(tmp_path, lambda cfg: seen.extend(load_records(tmp_path)[0]) or [])
     assert seen[0].status == "running"
     assert seen[0].config == {"model": "tiny", "batch": 2}
     assert seen[0].environment["code"]
 
 
 def test_identity_is_the_config_without_the_output_keys(tmp_path: Path) -> None:
-    first = run_point("toy", config(tmp_path), Measure())
-    elsewhere = run_point("toy", config(tmp_path, results_dir=str(tmp_path / "other")), Measure())
-    other = run_point("toy", config(tmp_path, batch=3), Measure())
+    first = run_here(tmp_path)
+    elsewhere = run_here(tmp_path, results_dir=str(tmp_path / "other"))
+    other = run_here(tmp_path, batch=3)
     assert first.name == elsewhere.name != other.name
 
 
-def test_identity_changes_with_code_device_and_experiment(tmp_path: Path, monkeypatch) -> None:
+def test_identity_changes_with_code_device_and_experiment(tmp_path: Path, gpu_environment, monkeypatch) -> None:
     env = points.environment()
-    names = {run_point("toy", config(tmp_path), Measure()).name, run_point("play", config(tmp_path), Measure()).name}
-    for change in ({"code": "0" * 64}, {"gpu": [{"name": "NVIDIA H200"}]}):
+    names = {run_here(tmp_path).name, run_here(tmp_path, experiment="play").name}
+    for change in ({"code": "0" * 64}, {"gpu": gpu_environment["gpu"]}):
         monkeypatch.setattr(points, "environment", lambda change=change: {**env, **change})
-        names.add(run_point("toy", config(tmp_path), Measure()).name)
+        names.add(run_here(tmp_path).name)
     assert len(names) == 4
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
 def test_an_interrupt_leaves_the_point_unfinished_and_it_is_done_again(tmp_path: Path, error) -> None:
     with pytest.raises(type(error)):
-        run_point("toy", config(tmp_path), Measure(error))
+        run_here(tmp_path, Measure(error))
     assert [record.status for record in load_records(tmp_path)[0]] == ["running"]
-    assert read_record(run_point("toy", config(tmp_path), Measure())).status == "ok"
+    assert read_record(run_here(tmp_path)).status == "ok"
     assert len(list(tmp_path.rglob("*.json"))) == 1
 
 
-def test_a_failure_is_recorded_raised_and_replaced(tmp_path: Path) -> None:
+def test_a_failure_is_recorded_and_tried_again_only_on_request(tmp_path: Path) -> None:
     secret = f"no such file: {ROOT}/conf/x.yaml and {Path.home()}/y"
-    with pytest.raises(OSError, match="no such file"):
-        run_point("toy", config(tmp_path), Measure(OSError(secret)))
+    with pytest.raises(SystemExit, match=r"error: no such file: \./conf/x\.yaml and ~/y$"):
+        run_here(tmp_path, Measure(OSError(secret)))
     record = load_records(tmp_path)[0][0]
     assert (record.status, record.error["type"], record.rows) == ("failed", "OSError", [])
     assert record.error["message"] == "no such file: ./conf/x.yaml and ~/y"
     assert 'File "tests/harness/test_points.py"' in record.error["traceback"]
-    assert read_record(run_point("toy", config(tmp_path), Measure())).status == "ok"
+    measure = Measure()
+    with pytest.raises(SystemExit, match=r"no such file.*retry_failed=true tries again"):
+        run_here(tmp_path, measure)
+    assert measure.calls == 0
+    assert read_record(run_here(tmp_path, measure, retry_failed=True)).status == "ok"
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    "error", [CapacityError("too few bytes"), MemoryError(), torch.cuda.OutOfMemoryError("16 GiB")]
+)
+def test_too_little_memory_is_a_result_of_its_own(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(SystemExit):
+        run_here(tmp_path, Measure(error))
+    assert [record.status for record in load_records(tmp_path)[0]] == ["out_of_memory"]
 
 
 def test_rows_that_cannot_be_recorded_are_a_failure(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"rows\[0\]\.task"):
-        run_point("ruler", config(tmp_path), Measure())
+    with pytest.raises(SystemExit, match=r"rows\[0\]\.task"):
+        run_here(tmp_path, experiment="ruler")
     assert load_records(tmp_path)[0][0].status == "failed"
 
 
+def test_a_dry_run_measures_nothing_and_says_what_it_would_cost(tmp_path: Path, capsys) -> None:
+    run_here(tmp_path, Measure())
+    shape = {"name": "small", "shape": "smollm2-135m", "dtype": "float32"}
+    planned = {"model": shape, "method": {"name": "full_kv", "options": {}}, "context": 4096}
+    for changes in ({}, {"batch": 3}, planned):
+        measure = Measure()
+        assert run_here(tmp_path, measure, dry_run=True, **changes) is None and measure.calls == 0
+    recorded, to_do, with_plan = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"recorded, ok: python -m experiments\.toy: about \d+ s, memory unknown", recorded)
+    assert to_do.startswith("to do: ")
+    # 30 layers, K and V of 4,096 tokens for 3 heads of 64, 2 sequences, 4 bytes: 0.35 GiB; 134.5 M weights: 0.50 GiB.
+    assert 0.85 <= float(re.search(r", ([\d.]+) GiB planned", with_plan)[1]) < 0.88
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+
+
 def test_a_truncated_record_is_measured_again(tmp_path: Path) -> None:
-    path = run_point("toy", config(tmp_path), Measure())
+    path = run_here(tmp_path)
     path.write_text(path.read_text()[:40])
-    assert read_record(run_point("toy", config(tmp_path), Measure())).status == "ok"
+    assert read_record(run_here(tmp_path)).status == "ok"
 
 
 def test_the_first_of_two_processes_wins(tmp_path: Path) -> None:
     def slower(cfg: DictConfig) -> list[dict]:
-        run_point("toy", config(tmp_path), lambda cfg: [{"value": "first"}])
+        run_here(tmp_path, lambda cfg: [{"value": "first"}])
         return [{"value": "second"}]
 
-    assert read_record(run_point("toy", config(tmp_path), slower)).rows == [{"value": "first"}]
+    assert read_record(run_here(tmp_path, slower)).rows == [{"value": "first"}]
 
 
 def test_no_record_names_a_folder_of_this_machine(tmp_path: Path) -> None:
     checkpoint = f"{ROOT}/models/tiny.gguf"
-    paths = [run_point("toy", config(tmp_path, checkpoint=checkpoint), Measure())]
-    with pytest.raises(ValueError):
-        run_point("toy", config(tmp_path, checkpoint=checkpoint, batch=3), Measure(ValueError(checkpoint)))
-    for path in paths + list(tmp_path.rglob("*.json")):
-        text = path.read_text()
+    seen = []
+    path = run_here(tmp_path, lambda cfg: seen.append(cfg["checkpoint"]) or [], checkpoint=checkpoint)
+    with pytest.raises(SystemExit):
+        run_here(tmp_path, Measure(ValueError(checkpoint)), checkpoint=checkpoint, batch=3)
+    for written in tmp_path.rglob("*.json"):
+        text = written.read_text()
         assert str(ROOT) not in text and str(Path.home()) not in text and str(tmp_path) not in text
-    assert read_record(paths[0]).config["checkpoint"] == "./models/tiny.gguf"
-
-
-def test_a_killed_process_leaves_no_finished_record_and_the_point_is_done_again(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SLOW_POINT, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout.readline() == "measuring\n"
-        os.kill(child.pid, signal.SIGKILL)
-    records, errors = load_records(tmp_path)
-    assert ([record.status for record in records], errors) == (["running"], [])
-    path = run_point("toy", config(tmp_path), Measure())
-    assert list(tmp_path.rglob("*.json")) == [path]
-    assert read_record(path).status == "ok"
-
-
-def test_the_command_of_a_sweep_job_measures_that_job_alone(tmp_path: Path) -> None:
-    module = tmp_path / "sweep.py"
-    module.write_text(
-        "import hydra\nfrom experiments.harness.points import run_point\n"
-        "@hydra.main(version_base='1.3', config_path='.', config_name='toy')\n"
-        "def main(cfg): run_point('toy', cfg, lambda cfg: [])\nmain()\n"
-    )
-    (tmp_path / "toy.yaml").write_text(f"batch: 1\nresults_dir: {tmp_path / 'out'}\n")
-    overrides = ["-m", "batch=1,2", f"results_dir={tmp_path / 'out2'}", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, module, *overrides], env=environment, check=True, capture_output=True)
-    commands = sorted(record.command for record in load_records(tmp_path / "out2")[0])
-    assert commands == ["python -m experiments.toy batch=1", "python -m experiments.toy batch=2"]
+    assert read_record(path).config["checkpoint"] == "./models/tiny.gguf"
+    # The measurement itself needs the real one.
+    assert seen == [checkpoint]
 
 
 def test_times_are_utc_and_seconds_are_of_the_measurement(tmp_path: Path) -> None:
-    record = read_record(run_point("toy", config(tmp_path), lambda cfg: time.sleep(0.05) or []))
+    record = read_record(run_here(tmp_path, lambda cfg: time.sleep(0.05) or []))
     assert record.started.endswith("+00:00") and record.finished >= record.started
     assert 0.05 <= record.seconds < 5

@@ -26,7 +26,8 @@ def test_round_trip(put) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("schema", 2),
+        ("schema", 3),
+        ("schema", "2"),
         ("schema", ...),
         ("environment", ...),
         ("rows", {}),
@@ -67,6 +68,29 @@ def test_a_row_value_of_the_wrong_kind_is_named_with_what_is_allowed(put, rows) 
     rows["ruler"][0]["score"] = 101
     with pytest.raises(RecordError, match=r"rows\[0\]\.score' is 101; it must be a number from 0 to 100"):
         put("ruler", rows=rows["ruler"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("torch_threads", ..., "is missing; it must be a number"),
+        ("dirty", "yes", "is 'yes'; it must be true, false or null"),
+        ("gpu", [], "must be a list of one or more GPUs, or null"),
+        ("gpu", [{"name": "NVIDIA H200"}], "must be a list of one or more GPUs, or null"),
+    ],
+)
+def test_an_environment_without_what_it_must_hold_is_named(put, field: str, value, words: str) -> None:
+    environment = {**read_record(put("toy")).environment, field: value}
+    with pytest.raises(RecordError, match=rf"environment\.{field}'.*{words}"):
+        put("toy", environment={key: item for key, item in environment.items() if item is not ...})
+
+
+def test_a_record_of_the_schema_before_is_read(put) -> None:
+    path = put("toy")
+    environment = dict(read_record(path).environment)
+    del environment["launcher"]
+    edit(path, schema=1, environment=environment)
+    assert read_record(path).environment["launcher"] == "none"
 
 
 def test_an_invalid_record_leaves_the_old_file(put) -> None:

@@ -1,6 +1,7 @@
 """The report uses what it can, names what it cannot, and gives the same bytes twice."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ import pytest
 from matplotlib.axes import Axes
 
 from experiments import report
+from experiments.harness.environment import ROOT
 from experiments.report import build_report
-from experiments.reporting.collect import collect
+from experiments.reporting import figures, paper
+from experiments.reporting.charts import draw_chart
+from experiments.reporting.collect import Section, collect, result_folders
 from experiments.reporting.figures import draw_figure
+from experiments.reporting.paper import OUTPUTS
 
 GIB = 2**30
 EXPERIMENTS = ("throughput", "residency", "prediction", "ruler")
@@ -19,7 +24,8 @@ EXPERIMENTS = ("throughput", "residency", "prediction", "ruler")
 
 def files(folder: Path) -> dict[str, bytes]:
     """What the report wrote, by name."""
-    return {path.name: path.read_bytes() for kind in ("tables", "figures") for path in (folder / kind).iterdir()}
+    kinds = ("tables", "figures", "paper")
+    return {f"{kind}/{path.name}": path.read_bytes() for kind in kinds for path in (folder / kind).iterdir()}
 
 
 def text(folder: Path, name: str) -> str:
@@ -38,6 +44,19 @@ def axes(folder: Path, name: str) -> list[Axes]:
 
 def legend(axis: Axes) -> list[str]:
     return [label.get_text() for label in axis.get_legend().get_texts()]
+
+
+@pytest.fixture
+def drawn() -> None:
+    """For the tests that look at what the report draws."""
+
+
+@pytest.fixture(autouse=True)
+def _quick(request, monkeypatch) -> None:
+    # Drawing takes seconds; most tests look at tables.
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(report, "write_figure", lambda *arguments: None)
+        monkeypatch.setattr(report, "write_outputs", lambda *arguments: [])
 
 
 def planned(model: str, context: int, method: str, gpu: dict[str, int], largest: int) -> dict[str, Any]:
@@ -88,15 +107,79 @@ def put_prediction(put) -> None:
     put("prediction", rows=measured)
 
 
-def test_the_same_records_give_the_same_bytes(put, tmp_path: Path) -> None:
+def test_the_same_records_give_the_same_bytes(put, drawn, tmp_path: Path) -> None:
     for experiment in EXPERIMENTS:
         put(experiment)
     build_report(tmp_path)
     first = files(tmp_path)
     build_report(tmp_path)
     assert files(tmp_path) == first
-    suffixes = [f"{name}.{suffix}" for name in EXPERIMENTS for suffix in ("csv", "md", "png")]
-    assert set(first) == {*suffixes, "problems.md"}
+    for kind, suffixes in (("tables", (".csv", ".parquet", ".md", ".tex")), ("figures", (".png", ".svg"))):
+        assert {f"{kind}/{name}{suffix}" for name in EXPERIMENTS for suffix in suffixes} <= set(first)
+    assert "tables/problems.md" in first
+    svg = first["figures/throughput.svg"].decode()
+    assert "<dc:date>" not in svg and "Hardware: CPU Test CPU" in re.sub(r"\s+", " ", svg)
+
+
+def test_each_output_of_the_paper_is_made_or_listed_with_its_command(put, drawn, tmp_path: Path) -> None:
+    for experiment in EXPERIMENTS:
+        put(experiment)
+    build_report(tmp_path)
+    listed = (tmp_path / "paper" / "README.md").read_text()
+    missing = {"ablation_schedule": "step_time -m batch=1,4,8,16,24", "micro": "kernel_time"}
+    for output in OUTPUTS:
+        made = {path.suffix for path in (tmp_path / "paper").glob(f"{output.name}.*")}
+        command = missing.get(output.name)
+        assert made == (set() if command else {".csv", ".parquet", ".md", ".tex", ".png", ".svg"}), output.name
+        assert (f"no records: run python -m experiments.{command} " if command else f"{output.name}.*") in listed
+    latency = pd.read_parquet(tmp_path / "paper" / "latency.parquet")
+    assert latency["p50_ms"].tolist() == [11.5, 11.5] and "not a GPU speed" in latency["caption"][0]
+    shares = pd.read_csv(tmp_path / "paper" / "fig4.csv")
+    assert shares.groupby("method")["share_percent"].sum().tolist() == pytest.approx([100, 100])
+    # 2 GiB of landmarks beside 15 GiB of weights.
+    auxiliary = pd.read_csv(tmp_path / "paper" / "fig5.csv").set_index("method")["auxiliary_percent"]
+    assert auxiliary["dualdecoder"] == pytest.approx(100 * 2 / 17)
+
+
+@pytest.mark.parametrize("name", [folder.name for folder in result_folders(ROOT / "results") if folder.name != "local"])
+def test_committed_tables_are_those_of_the_committed_records(name: str, drawn, tmp_path: Path, monkeypatch) -> None:
+    """If this fails: make report. Figures are left out: their bytes may differ between builds of their libraries."""
+    for module in (figures, paper):
+        monkeypatch.setattr(module, "save", lambda *arguments: None)
+    monkeypatch.setattr(report, "write_figure", lambda *arguments: None)
+    monkeypatch.setattr(paper, "output_figure", lambda *arguments: None)
+    committed, rebuilt = ROOT / "results" / name, tmp_path / name
+    shutil.copytree(committed, rebuilt, ignore=shutil.ignore_patterns("tables", "figures", "paper"))
+    build_report(rebuilt)
+    for suffix in (".csv", ".md", ".tex"):
+        made, kept = (
+            {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob(f"*{suffix}")}
+            for folder in (rebuilt, committed)
+        )
+        assert made == kept and made
+
+
+def test_outputs_on_a_gpu(put, rows, gpu_environment, tmp_path: Path) -> None:
+    steps = [
+        {"model": "llama", "context": 131072, "batch": batch, "variant": variant, "tokens_per_s": speed}
+        for batch, variant, speed in ((8, "layer_aware", 168.0), (8, "on_demand", 155.0), (1, "layer_aware", 123.0))
+    ]
+    sections = [Section("Hardware: NVIDIA H200", pd.DataFrame(steps))]
+    output = next(output for output in OUTPUTS if output.name == "ablation_schedule")
+    tidy = output.rows(sections[0].rows)
+    figure = draw_chart(output.title, output.chart, [(sections[0].caption, tidy)])
+    (axis,) = figure.axes
+    assert legend(axis) == ["layer_aware", "on_demand"] and axis.get_ylabel() == "tokens per second"
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["1", "8"]
+    assert "NVIDIA H200" in figure.subfigs[0].get_suptitle()
+
+
+def test_latex_is_escaped(put, tmp_path: Path) -> None:
+    put("prediction")
+    build_report(tmp_path)
+    tex = (tmp_path / "tables" / "prediction.tex").read_text()
+    assert r"KV accuracy \%" in tex and r"\toprule" in tex and tex.count("{") == tex.count("}")
+    assert not re.search(r"(?<!\\)[%_#]", tex)
 
 
 def test_tables_hold_the_numbers_and_say_where_they_come_from(put, tmp_path: Path) -> None:
@@ -259,7 +342,7 @@ def test_cpu_and_gpu_never_share_a_table(put, rows, gpu_environment, tmp_path: P
     assert gpu.startswith("NVIDIA H200 (143771 MiB, PCIe 5 x16); commit") and gpu.count("| 1K |") == 2
 
 
-def test_missing_experiments_say_how_to_run_them(put, tmp_path: Path, capsys) -> None:
+def test_missing_experiments_say_how_to_run_them(put, drawn, tmp_path: Path, capsys) -> None:
     put("ruler")
     build_report(tmp_path)
     (tmp_path / "ruler" / "a.json").unlink()

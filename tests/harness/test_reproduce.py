@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from experiments import reproduce
-from experiments.harness.environment import ROOT
-from experiments.reproduce import RunsError, read_runs
+from experiments.harness.environment import ROOT, Gpu
+from experiments.reproduce import PROFILES, Profile, RunsError, missing_hardware, read_profile
 
 LAB = {
     "good": "import sys; open(sys.argv[-1].partition('=')[2] + '/seen', 'a').write(' '.join(sys.argv[1:]) + '\\n')",
@@ -87,6 +87,8 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_done(lab: Path, send) -> None:
         ("[-m, 'a=1,2']", "[-m, 3]", "runs[0].overrides"),
         ("minutes: 1", "minute: 1", "runs[0]"),
         ("runs:\n", "runs: [\n", "YAML"),
+        ("runs:\n", "needs: {gpus: 1}\nruns:\n", "needs"),
+        ("runs:\n", "needs: {gpu_gib: 0}\nruns:\n", "needs"),
     ],
 )
 def test_a_wrong_list_is_one_clear_message(lab: Path, old: str, new: str, field: str, capsys) -> None:
@@ -101,4 +103,46 @@ def test_a_wrong_list_is_one_clear_message(lab: Path, old: str, new: str, field:
 
 def test_a_missing_list_is_named() -> None:
     with pytest.raises(RunsError, match=r"nowhere\.yaml"):
-        read_runs(Path("nowhere.yaml"))
+        read_profile(Path("nowhere.yaml"))
+
+
+def test_an_unknown_profile_names_the_known_ones(capsys) -> None:
+    assert reproduce.main(["profile=tpu"]) == 2
+    assert "field 'profile' is wrong; allowed: cpu, gpu, paper" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["gpu", "paper"])
+def test_without_a_gpu_a_gpu_profile_says_what_is_missing_and_runs_nothing(name: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(reproduce, "visible_gpus", list)
+    monkeypatch.setattr(reproduce, "run_all", None)
+    assert reproduce.main([f"profile={name}"]) == 2
+    assert "an NVIDIA GPU is needed, with its driver and a PyTorch build with CUDA" in capsys.readouterr().err
+
+
+def test_too_little_memory_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(reproduce, "visible_gpus", lambda: [Gpu("GPU-0", {"memory_mib": "24576"})])
+    monkeypatch.setattr(reproduce, "available_host_bytes", lambda: 8 * 2**30)
+    assert missing_hardware(Profile([], "x", gpu_gib=22, host_gib=8)) == []
+    assert missing_hardware(Profile([], "x", gpu_gib=79, host_gib=100)) == [
+        "79 GiB of GPU memory are needed, 24 are there",
+        "100 GiB of free host memory are needed, 8 are there",
+    ]
+
+
+def test_the_checkpoint_of_a_profile_can_be_given() -> None:
+    path = ROOT / PROFILES["gpu"]
+    by_default, given = (read_profile(path, checkpoint).runs[-1].overrides for checkpoint in ("", "/data/model"))
+    assert "model.source=Qwen/Qwen3-8B" in by_default and "model.source=/data/model" in given
+
+
+@pytest.mark.parametrize(("name", "most"), [("cpu", 20), ("gpu", 30)])
+def test_short_profiles_are_short(name: str, most: float) -> None:
+    assert sum(run.minutes for run in read_profile(ROOT / PROFILES[name]).runs) <= most
+
+
+def test_the_estimated_hours_come_before_the_first_run(lab: Path, capsys) -> None:
+    argument = write_runs(lab, "good", "good")
+    path = lab / "runs.yaml"
+    path.write_text(path.read_text().replace("minutes: 1", "minutes: 90"))
+    assert reproduce.main([argument]) == 0
+    assert capsys.readouterr().out.startswith("2 runs, about 3.0 hours\n")

@@ -42,6 +42,14 @@ def test_the_whole_block_is_locked_in_pieces() -> None:
     assert recorder.locked == {}
 
 
+def test_the_most_that_was_locked_at_once_is_known(monkeypatch) -> None:
+    monkeypatch.setattr(pinned, "_METER", pinned._Meter())
+    with PinnedMemory(2 * PAGE, registrar=Recorder()), PinnedMemory(3 * PAGE, piece=PAGE, registrar=Recorder()):
+        assert pinned.peak_pinned_bytes() == 5 * PAGE
+    with PinnedMemory(4 * PAGE, registrar=Recorder()):
+        assert pinned.peak_pinned_bytes() == 5 * PAGE
+
+
 def test_tensors_are_page_aligned_zeroed_and_apart() -> None:
     with PinnedMemory(4 * PAGE, registrar=NoRegistrar()) as memory:
         first = memory.tensor((3, 5), torch.float32)
