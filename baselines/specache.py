@@ -212,7 +212,7 @@ class SpeCache(KVMethod):
         self.length_B = ledger.on_device("tables", (self.batch,), torch.int64)
         self.telemetry = Telemetry(model.layers, ledger)
         self.ops = self._make_ops()
-        self.prefetch = SideStream(ledger.device, urgent=False)
+        self.choice, self.prefetch = (SideStream(ledger.device, urgent=False) for _ in range(2))
 
     def _allocate_layer(self) -> SpeCacheLayer:
         model, ledger, config = self.model, self.ledger, self.config
@@ -252,17 +252,20 @@ class SpeCache(KVMethod):
     def attend(self, layer: int, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor) -> Tensor:
         state = self.layers[layer]
         # The scores of that layer must have been used before they are overwritten.
-        self.prefetch.wait(layer - SCORE_BUFFERS)
+        self.choice.wait(layer - SCORE_BUFFERS)
         o_BRHD = self.ops.attend(layer, state, q_BRHD, k_BRKD, v_BRKD)
         self.ops.commit(layer, state, self.host, k_BRKD[:, 0], v_BRKD[:, 0])
-        with self.prefetch.work(layer):
+        with self.choice.work(layer):
             fetch = self.ops.choose(layer, state, self.telemetry.counts[layer])
             if self.transfers:
-                self.ops.fetch(layer, state, self.host, fetch)
+                # On a stream of its own: the next layer's choice need not wait for this layer's copies.
+                with self.prefetch.work():
+                    self.ops.fetch(layer, state, self.host, fetch)
         return o_BRHD
 
     def end_step(self) -> None:
         # Before the lengths move: a choice that is still being made reads them.
+        self.choice.join()
         self.prefetch.join()
         self.length_B += self.step.commit_B
 
