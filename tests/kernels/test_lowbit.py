@@ -228,7 +228,7 @@ def test_commits_are_those_of_the_cache(name: str, device: str) -> None:
     assert torch.equal(host, case.host.records[0])
     for name_, expected in vars(case.cache).items():
         got = getattr(cache, name_)
-        if isinstance(expected, Tensor) and expected.dtype == torch.uint8:
+        if isinstance(expected, Tensor) and expected.dtype == torch.int16:
             assert torch.equal(got.cpu(), expected), name_
         elif isinstance(expected, Tensor):
             torch.testing.assert_close(got.cpu(), expected, rtol=1e-6, atol=1e-6)
