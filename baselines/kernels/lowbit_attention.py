@@ -6,13 +6,9 @@ is exact: the chosen pairs, the ring of recent tokens and the step's own rows. M
 are left out elsewhere: the softmax does not care where a token lies. The last program of a head merges the partial
 results in a fixed order.
 
-What limits this kernel is the number of instructions, so dequantisation is folded into the factors. A code becomes the
-float ``n = 1 + code / span`` by putting it into the fraction of a one: a shift and a logical operation for two
-neighbouring channels, no conversion. A number is ``zero + scale code``, so with ``f = span scale`` it is
-``f n + (zero - f)``. Keys of a group share f per channel: q f goes into the product, and ``sum(q zero - q f)`` is added
-to all its tokens. Values have f per token: the same with the weights. Both sums use the factors as rounded for the
-product, so the ones cancel exactly. Tokens are the long side of both products; the few query rows are their columns.
-Sums over tokens stay apart by place in the tile until the end; only the peak is shared after each group.
+What limits this kernel is the number of instructions: ``lowbit_products.py`` says how few a code takes. Tokens are the
+long side of both products; the few query rows are their columns. Sums over tokens stay apart by place in the tile until
+the end; only the peak is shared after each group.
 
 The last row's logits, base 2, go to ``logits_BHT`` by position; ``lowbit_top.py`` makes probabilities of them.
 Bytes of a token and KV head at D 128 in 16 bits: 64 of codes, 16 of levels, 1 of marks, and 4 G written.
@@ -30,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baselines.kernels.lowbit_products import NumberFormat, add_low_values, low_scores
 from dualdecoder.errors import require
 from dualdecoder.kernels.sparse_attention import (
     LOG2_E,
@@ -82,32 +79,6 @@ def wanted_splits(heads: int, blocks: int) -> int:
     return max(1, min(WANTED_PROGRAMS // heads, MAX_SPLITS, blocks))
 
 
-class NumberFormat(NamedTuple):
-    """How a code becomes a float: the type's fraction bits and exponent bias, and by how many bits codes are lifted."""
-
-    fraction: int
-    bias: int
-    lift: int
-
-    @classmethod
-    def of(cls, factor: tl.dtype, bits: int) -> NumberFormat:
-        """A code in the lowest bits saves an instruction, but needs large factors, which fp16 does not have."""
-        fraction, bias = {"bf16": (7, 127), "fp16": (10, 15), "fp32": (23, 127)}[str(factor)]
-        return cls(fraction, bias, 0 if factor == tl.bfloat16 else fraction - bits)
-
-
-@triton.jit
-def _numbers(word_TV, shift, mask, ones, LIFT: tl.constexpr, FACTOR: tl.constexpr, T: tl.constexpr, E: tl.constexpr):
-    """Floats of the codes from bit ``shift`` on, ``[T, E]``; a word of 32 bits holds two channels."""
-    if tl.float32 == FACTOR:
-        even_TV = (((word_TV >> shift) & mask) << LIFT) | ones
-        odd_TV = (((word_TV >> (shift + 16)) & mask) << LIFT) | ones
-    else:
-        both_TV = (((word_TV >> shift) & mask) << LIFT) | ones
-        even_TV, odd_TV = both_TV.to(tl.int16), (both_TV >> 16).to(tl.int16)
-    return tl.reshape(tl.join(even_TV, odd_TV), (T, E)).to(FACTOR, bitcast=True)
-
-
 @triton.jit
 def _weigh(score_TM, peak_M):
     """Weights of a tile in the online softmax (base 2), by how much the earlier tiles' shrink, and the new peak.
@@ -118,41 +89,6 @@ def _weigh(score_TM, peak_M):
     # Without the zero, -inf - -inf would make NaN of a row with no token so far.
     reference_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)
     return tl.exp2(score_TM - reference_M[None, :]), tl.exp2(peak_M - reference_M), higher_M
-
-
-@triton.jit
-def _low_scores(
-    q_DM, wide_q_DM, word_TV, levels_ptr, exist, shift, mask, ones, LIFT: tl.constexpr, T: tl.constexpr,
-    D: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
-    """Dot products of a group's keys with the queries, which ``wide_q_DM`` holds times the span.
-
-    ``levels_ptr`` is that group's.
-    """
-    d = tl.arange(0, D)
-    scale_D = tl.load(levels_ptr + d, mask=exist & (d < D), other=0.0).to(tl.float32)
-    zero_D = tl.load(levels_ptr + D + d, mask=exist & (d < D), other=0.0).to(tl.float32)
-    factor_DM = (wide_q_DM * scale_D[:, None]).to(FACTOR)
-    rest_M = tl.sum(q_DM * zero_D[:, None] - factor_DM.to(tl.float32), axis=0)
-    number_TD = _numbers(word_TV, shift, mask, ones, LIFT, FACTOR, T, D)
-    return tl.dot(number_TD, factor_DM, input_precision="ieee") + rest_M[None, :]
-
-
-@triton.jit
-def _add_low_values(
-    o_EM, rest_TM, weight_TM, shrink_M, word_TV, levels_T, to_zero, exists_T, shift, mask, ones, SPAN: tl.constexpr,
-    LIFT: tl.constexpr, T: tl.constexpr, E: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
-    """Weighted sum of a group's values, one group of channels; ``levels_T`` points to the tokens' scales.
-
-    The sum over ``rest_TM`` belongs to every channel.
-    """
-    scale_T = tl.load(levels_T, mask=exists_T, other=0.0).to(tl.float32)
-    zero_T = tl.load(levels_T + to_zero, mask=exists_T, other=0.0).to(tl.float32)
-    factor_TM = (weight_TM * (scale_T * SPAN)[:, None]).to(FACTOR)
-    rest_TM = rest_TM * shrink_M[None, :] + (weight_TM * zero_T[:, None] - factor_TM.to(tl.float32))
-    number_ET = tl.trans(_numbers(word_TV, shift, mask, ones, LIFT, FACTOR, T, E))
-    return tl.dot(number_ET, factor_TM, o_EM * shrink_M[None, :], input_precision="ieee"), rest_TM
 
 
 @triton.jit
@@ -191,7 +127,7 @@ def _low_tokens(
             token_W = group * W + w
             in_low_bits_W = token_W < low
             levels_ptr = key_levels_ptr + group * (2 * D)
-            score_WM = scale * _low_scores(
+            score_WM = scale * low_scores(
                 q_DM, wide_q_DM, key_WV, levels_ptr, group * W < low, shift, mask, ones, LIFT, W, D, FACTOR
             )
             exists_W = in_low_bits_W & (tl.load(marked_ptr + token_W, mask=in_low_bits_W, other=1) == 0)
@@ -200,13 +136,13 @@ def _low_tokens(
             weight_WM, shrink_M, peak_M = _weigh(score_WM, peak_M)
             total_WM = total_WM * shrink_M[None, :] + weight_WM
             levels_W = value_levels_ptr + token_W
-            lo_EM, lo_rest_WM = _add_low_values(
+            lo_EM, lo_rest_WM = add_low_values(
                 lo_EM, lo_rest_WM, weight_WM, shrink_M, lo_WV, levels_W, to_zero, in_low_bits_W, shift, mask, ones,
                 SPAN, LIFT, W, E, FACTOR,
             )  # fmt: skip
             if D > E:
                 levels_W += tokens
-                hi_EM, hi_rest_WM = _add_low_values(
+                hi_EM, hi_rest_WM = add_low_values(
                     hi_EM, hi_rest_WM, weight_WM, shrink_M, hi_WV, levels_W, to_zero, in_low_bits_W, shift, mask,
                     ones, SPAN, LIFT, W, E, FACTOR,
                 )  # fmt: skip
@@ -354,7 +290,7 @@ def lowbit_attention(
     number = NumberFormat.of(factor, tokens.bits)
     lanes = 1 if factor == tl.float32 else 0x10001
     # Arguments and not constants: the compiler would spend an instruction for each.
-    mask, ones = ((1 << tokens.bits) - 1) * lanes, (number.bias << number.fraction) * lanes
+    mask, ones = ((1 << tokens.bits) - 1) * lanes, number.one * lanes
     words = tokens._replace(
         key_codes_BKPWD=tokens.key_codes_BKPWD.view(torch.int32),
         value_codes_BKPWD=tokens.value_codes_BKPWD.view(torch.int32),
@@ -366,7 +302,7 @@ def lowbit_attention(
         K=kv_heads, G=heads // kv_heads, R=rows, S=tokens.chosen_BKS.shape[2], W=tokens.ring_BKXWD.shape[3],
         D=head_dim, E=head_dim // tokens.value_levels_BKLCT.shape[3], Z=workspace.splits,
         ZZ=min(triton.next_power_of_2(workspace.splits), MERGED_ROWS // columns), M=columns, STORED=PADDED_ROWS,
-        BITS=tokens.bits, SPAN=float(2 ** (number.fraction - number.lift)), LIFT=number.lift, FACTOR=factor,
+        BITS=tokens.bits, SPAN=number.span, LIFT=number.lift, FACTOR=factor,
         num_warps=NUM_WARPS_FP32 if q_BRHD.dtype == torch.float32 else NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return o_BRHD
