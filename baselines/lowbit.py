@@ -4,9 +4,10 @@ Keys share a scale and a zero per channel over a group of W consecutive tokens, 
 channels. Keys are quantised when a group is complete, a value when W newer ones exist; until then they are exact, in a
 ring of the last W tokens. While the ring still holds tokens of a completed group, their keys in it are the dequantised
 ones: ``dequantised`` up to ``length - W`` and the ring from there on are the whole cache.
-A byte packs codes of 8 / bits tokens that lie W apart, so that the j-th codes of W bytes are one group of keys.
-Suffixes: B sequences, K KV heads, D head size, W tokens of a group and of the ring, N groups, P blocks of bytes
-(8 / bits groups each), T = N W tokens of capacity, C groups of E channels, X = K and V, L = scale and zero.
+A 16-bit word packs codes of 16 / bits tokens that lie W apart, so that the j-th codes of W words are one group of keys;
+a GPU unpacks two words at a time.
+Suffixes: B sequences, K KV heads, D head size, W tokens of a group and of the ring, N groups, P blocks of words
+(16 / bits groups each), T = N W tokens of capacity, C groups of E channels, X = K and V, L = scale and zero.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ UNQUANTISED = 16
 BITS = (1, 2, UNQUANTISED)
 
 
-def codes_per_byte(bits: int) -> int:
+def codes_per_word(bits: int) -> int:
     """Codes that are stored in one element; an unquantised number is an element of its own."""
-    return 1 if bits == UNQUANTISED else 8 // bits
+    return UNQUANTISED // bits
 
 
 def quantise(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (uint8), scale and zero (dtype of x, size 1 in ``dim``) of groups along ``dim``.
+    """Codes (int16), scale and zero (dtype of x, size 1 in ``dim``) of groups along ``dim``.
 
     2 bits: levels from the smallest to the largest number. 1 bit: levels at 1/4 and 3/4 of that range.
     """
@@ -48,7 +49,7 @@ def quantise(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     scale, zero = scale.to(x.dtype), zero.to(x.dtype)
     steps = (wide - zero.float()) / torch.where(scale > 0, scale, 1).float()
     codes = (steps + 0.5).floor().clamp(0, 2**bits - 1)
-    return codes.to(torch.uint8), scale, zero
+    return codes.to(torch.int16), scale, zero
 
 
 def dequantise(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -57,8 +58,8 @@ def dequantise(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def pack(codes_NWD: Tensor, bits: int) -> Tensor:
-    """Bytes ``[P, W, D]`` of N groups of codes, the last block filled up with zeros."""
-    count = codes_per_byte(bits)
+    """Words ``[P, W, D]`` of N groups of codes, the last block filled up with zeros."""
+    count = codes_per_word(bits)
     missing = -len(codes_NWD) % count
     codes_PJWD = F.pad(codes_NWD, (0, 0, 0, 0, 0, missing)).unflatten(0, (-1, count))
     packed_PWD = codes_PJWD[:, 0].clone()
@@ -68,8 +69,8 @@ def pack(codes_NWD: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Codes ``[..., N, W, D]`` of bytes ``[..., P, W, D]``."""
-    count = codes_per_byte(bits)
+    """Codes ``[..., N, W, D]`` of words ``[..., P, W, D]``."""
+    count = codes_per_word(bits)
     if count == 1:
         return packed
     codes = torch.stack([(packed >> (bits * j)) & (2**bits - 1) for j in range(count)], dim=-3)
@@ -77,10 +78,10 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def _insert(packed: Tensor, codes: Tensor, group_B: Tensor, bits: int) -> Tensor:
-    """Bytes with the codes of one group of each sequence replaced; all but the first dimension are alike."""
+    """Words with the codes of one group of each sequence replaced; all but the first dimension are alike."""
     if bits == UNQUANTISED:
         return codes
-    shift = (group_B % codes_per_byte(bits) * bits).to(torch.uint8).view(-1, *[1] * (codes.dim() - 1))
+    shift = (group_B % codes_per_word(bits) * bits).to(torch.int16).view(-1, *[1] * (codes.dim() - 1))
     others = ~(torch.full_like(shift, 2**bits - 1) << shift)
     return (packed & others) | (codes << shift)
 
@@ -92,7 +93,7 @@ def _write_where(target: Tensor, at: tuple[Tensor | slice, ...], new: Tensor, wh
 
 @dataclass(frozen=True)
 class LowBitCache:
-    """One layer's tokens. Codes are uint8, or the numbers themselves with 16 bits; levels are scale and zero.
+    """One layer's tokens. Codes are int16 words, or the numbers themselves with 16 bits; levels are scale and zero.
 
     Position p lies in group p // W; the ring holds it in slot p % W.
     """
@@ -112,11 +113,11 @@ class LowBitCache:
 
         Raises ``ConfigError`` if the channels of a head cannot be divided into groups.
         """
-        head_dim, lead, count = model.head_dim, (batch, model.kv_heads), codes_per_byte(bits)
+        head_dim, lead, count = model.head_dim, (batch, model.kv_heads), codes_per_word(bits)
         channels = min(group, head_dim)
         require(head_dim % channels == 0, "model.head_dim", head_dim, f"a multiple of group ({channels} channels)")
         blocks = math.ceil(context / (group * count))
-        code_type = dtype if bits == UNQUANTISED else torch.uint8
+        code_type = dtype if bits == UNQUANTISED else torch.int16
         groups, codes = blocks * count, (*lead, blocks, group, head_dim)
         return cls(
             bits,
@@ -195,7 +196,7 @@ class LowBitCache:
         codes_BKCE, scale_BKC1, zero_BKC1 = quantise(value_BKD.unflatten(2, (channel_groups, -1)), 3, self.bits)
         levels_BKLC = torch.cat((scale_BKC1, zero_BKC1), dim=3).transpose(2, 3)
         _write_where(self.value_levels_BKLCT, (row_B, ..., position_B), levels_BKLC, where_B)
-        at = (row_B, slice(None), group_B // codes_per_byte(self.bits), slot_B)
+        at = (row_B, slice(None), group_B // codes_per_word(self.bits), slot_B)
         packed_BKD = _insert(self.value_codes_BKPWD[at], codes_BKCE.flatten(2), group_B, self.bits)
         _write_where(self.value_codes_BKPWD, at, packed_BKD, where_B)
 
@@ -206,7 +207,7 @@ class LowBitCache:
         codes_BKWD, scale_BK1D, zero_BK1D = quantise(key_BKWD, 2, self.bits)
         levels_BKLD = torch.cat((scale_BK1D, zero_BK1D), dim=2)
         _write_where(self.key_levels_BKNLD, (row_B, slice(None), group_B), levels_BKLD, where_B)
-        at = (row_B, slice(None), group_B // codes_per_byte(self.bits))
+        at = (row_B, slice(None), group_B // codes_per_word(self.bits))
         packed_BKWD = _insert(self.key_codes_BKPWD[at], codes_BKWD, group_B, self.bits)
         _write_where(self.key_codes_BKPWD, at, packed_BKWD, where_B)
         seen_BKWD = dequantise(codes_BKWD, scale_BK1D, zero_BK1D)

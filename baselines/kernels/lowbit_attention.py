@@ -1,22 +1,20 @@
 """Decode attention of one or two query rows over a whole low-bit cache, with some tokens exact.
 
 Replaces ``specache.past_tokens`` and ``attention.step_attention``: codes are unpacked in registers, nothing is written
-back. Flash-decoding: the blocks of bytes of a KV head are cut into ``splits`` programs, and one more program takes what
+back. Flash-decoding: the blocks of words of a KV head are cut into ``splits`` programs, and one more program takes what
 is exact: the chosen pairs, the ring of recent tokens and the step's own rows. Marked tokens, those with a chosen pair,
 are left out elsewhere: the softmax does not care where a token lies. The last program of a head merges the partial
 results in a fixed order.
 
-Dequantisation is folded into the factors. A code becomes the float ``n = 1 + code / 2^bits`` by putting it into the
-fraction's highest bits: two integer operations, no conversion. A number is ``zero + scale code``, so with
-``f = 2^bits scale`` it is ``f n + (zero - f)``. Keys of a group share f per channel: q f goes into the product, and
-``sum(q zero - q f)`` is added to all its tokens. Values have f per token: the same with the weights. Both sums use the
-factors as rounded for the product, so the ones cancel exactly.
+What limits this kernel is the number of instructions: ``lowbit_products.py`` says how few a code takes. Tokens are the
+long side of both products; the few query rows are their columns. Sums over tokens stay apart by place in the tile until
+the end; only the peak is shared after each group.
 
 The last row's logits, base 2, go to ``logits_BHT`` by position; ``lowbit_top.py`` makes probabilities of them.
 Bytes of a token and KV head at D 128 in 16 bits: 64 of codes, 16 of levels, 1 of marks, and 4 G written.
-Suffixes: B sequences, R rows, H query heads, K KV heads, G = H / K, M = R G query rows of a KV head (padded to 16),
-D head size, W tokens of a group, P blocks of bytes, N groups, T tokens, C groups of E channels (1 or 2), S chosen
-tokens, X = K and V, L = scale and zero, Z splits.
+Suffixes: B sequences, R rows, H query heads, K KV heads, G = H / K, M = R G query rows of a KV head (padded), D head
+size, W tokens of a group, P blocks of words, N groups, T tokens of a tile or of all, C groups of E channels (1 or 2),
+V pairs of channels, S chosen tokens, X = K and V, L = scale and zero, Z splits.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baselines.kernels.lowbit_products import NumberFormat, add_low_values, low_scores
 from dualdecoder.errors import require
 from dualdecoder.kernels.sparse_attention import (
     LOG2_E,
@@ -42,9 +41,12 @@ from dualdecoder.kernels.sparse_attention import (
 # About four programs a multiprocessor of an H200; more splits make the merge dear.
 WANTED_PROGRAMS = 512
 MAX_SPLITS = 64
-# What tl.dot takes at least; the tile of the step's own rows.
+# What tl.dot takes at least: channels or tokens that are summed, and query rows.
 SMALLEST_TILE = 16
-NUM_WARPS = 4
+FEWEST_COLUMNS = 8
+# Two warps: what each of them repeats for a group of keys is a fifth of the work. Without matrix units, products spill.
+NUM_WARPS = 2
+NUM_WARPS_FP32 = 8
 NUM_STAGES = 2
 
 
@@ -68,8 +70,8 @@ class LowBitTokens(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """8 over the number of groups in a block of bytes."""
-        return 8 * self.key_codes_BKPWD.shape[2] // self.key_levels_BKNLD.shape[2]
+        """16 over the number of groups in a block of words."""
+        return 16 * self.key_codes_BKPWD.shape[2] // self.key_levels_BKNLD.shape[2]
 
 
 def wanted_splits(heads: int, blocks: int) -> int:
@@ -78,221 +80,185 @@ def wanted_splits(heads: int, blocks: int) -> int:
 
 
 @triton.jit
-def _into_fraction(word, j: tl.constexpr, BITS: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr):
-    """Bit pattern of ``1 + code / 2^BITS`` for floats of ``FRACTION`` fraction bits and that exponent bias."""
-    code = (word >> (BITS * j)) & ((1 << BITS) - 1)
-    return (code << (FRACTION - BITS)) | (BIAS << FRACTION)
-
-
-@triton.jit
-def _numbers(packed, j: tl.constexpr, BITS: tl.constexpr, FACTOR: tl.constexpr):
-    """``1 + code / 2^BITS`` of the j-th code of each byte."""
-    if tl.float32 == FACTOR:
-        pattern = _into_fraction(packed.to(tl.int32), j, BITS, 23, 127)
-    elif tl.float16 == FACTOR:
-        pattern = _into_fraction(packed.to(tl.int16), j, BITS, 10, 15)
-    else:
-        pattern = _into_fraction(packed.to(tl.int16), j, BITS, 7, 127)
-    return pattern.to(FACTOR, bitcast=True)
-
-
-@triton.jit
-def _weigh(score_MT, peak_M, total_M):
-    """Weights of a tile in the online softmax (base 2), and by how much the earlier tiles' shrink.
+def _weigh(score_TM, peak_M):
+    """Weights of a tile in the online softmax (base 2), by how much the earlier tiles' shrink, and the new peak.
 
     A row that has seen no token yet has peak -inf.
     """
-    higher_M = tl.maximum(peak_M, tl.max(score_MT, axis=1))
+    higher_M = tl.maximum(peak_M, tl.max(score_TM, axis=0))
     # Without the zero, -inf - -inf would make NaN of a row with no token so far.
     reference_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)
-    weight_MT = tl.exp2(score_MT - reference_M[:, None])
-    shrink_M = tl.exp2(peak_M - reference_M)
-    return weight_MT, shrink_M, higher_M, total_M * shrink_M + tl.sum(weight_MT, axis=1)
+    return tl.exp2(score_TM - reference_M[None, :]), tl.exp2(peak_M - reference_M), higher_M
 
 
 @triton.jit
-def _low_scores(
-    q_MD, packed_TD, levels_ptr, exist, j: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, FACTOR: tl.constexpr
-):
-    """Dot products of the queries with the j-th group of a block; ``levels_ptr`` is that group's."""
-    d = tl.arange(0, D)
-    scale_D = tl.load(levels_ptr + d, mask=exist & (d < D), other=0.0).to(tl.float32)
-    zero_D = tl.load(levels_ptr + D + d, mask=exist & (d < D), other=0.0).to(tl.float32)
-    factor_MD = (q_MD * (scale_D * (1 << BITS))[None, :]).to(FACTOR)
-    rest_M = tl.sum(q_MD * zero_D[None, :] - factor_MD.to(tl.float32), axis=1)
-    number_TD = _numbers(packed_TD, j, BITS, FACTOR)
-    return tl.dot(factor_MD, tl.trans(number_TD), input_precision="ieee") + rest_M[:, None]
+def _keep(score_TM, logits_M, last_M, token_T, kept_T):
+    """The last row's scores to their positions; ``logits_M`` points to the rows of the query heads."""
+    tl.store(logits_M[None, :] + token_T[:, None], score_TM, mask=last_M[None, :] & kept_T[:, None])
 
 
 @triton.jit
-def _add_low_values(
-    o_ME, weight_MT, shrink_M, packed_TE, levels_T, zero_offset, exists_T, j: tl.constexpr, BITS: tl.constexpr,
-    FACTOR: tl.constexpr,
+def _low_tokens(
+    q_DM, key_words_ptr, key_levels_ptr, value_words_ptr, value_levels_ptr, marked_ptr, logits_M, last_M, low, first,
+    end, tokens, scale, mask, ones, M: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BITS: tl.constexpr, SPAN: tl.constexpr, LIFT: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Weighted sum of the j-th group's values, one group of channels; ``levels_T`` points to the tokens' scales."""
-    scale_T = tl.load(levels_T, mask=exists_T, other=0.0).to(tl.float32)
-    zero_T = tl.load(levels_T + zero_offset, mask=exists_T, other=0.0).to(tl.float32)
-    factor_MT = (weight_MT * (scale_T * (1 << BITS))[None, :]).to(FACTOR)
-    rest_M = tl.sum(weight_MT * zero_T[None, :] - factor_MT.to(tl.float32), axis=1)
-    number_TE = _numbers(packed_TE, j, BITS, FACTOR)
-    return tl.dot(factor_MT, number_TE, o_ME * shrink_M[:, None] + rest_M[:, None], input_precision="ieee")
+    """Peak, total and both halves of the output for the tokens before ``low`` of blocks ``first`` to ``end``.
+
+    Pointers are those of the head; words are of 32 bits.
+    """
+    PACK: tl.constexpr = 16 // BITS
+    w, pair_D, pair_E = tl.arange(0, W), tl.arange(0, D // 2), tl.arange(0, E // 2)
+    peak_M, total_WM = tl.full((M,), float("-inf"), tl.float32), tl.zeros((W, M), tl.float32)
+    lo_EM, lo_rest_WM = tl.zeros((E, M), tl.float32), tl.zeros((W, M), tl.float32)
+    hi_EM, hi_rest_WM = tl.zeros((E, M), tl.float32), tl.zeros((W, M), tl.float32)
+    wide_q_DM = q_DM * SPAN
+    # From a scale to its zero.
+    to_zero = tokens * (D // E)
+    for block in range(first, end):
+        word_W1 = (block * W + w).to(tl.int64)[:, None] * (D // 2)
+        key_WV = tl.load(key_words_ptr + word_W1 + pair_D[None, :])
+        lo_WV = tl.load(value_words_ptr + word_W1 + pair_E[None, :])
+        if D > E:
+            hi_WV = tl.load(value_words_ptr + word_W1 + E // 2 + pair_E[None, :])
+        # A loop, not unrolled: eight bodies would not fit the instruction cache.
+        for j in range(PACK):
+            group, shift = block * PACK + j, j * BITS
+            token_W = group * W + w
+            in_low_bits_W = token_W < low
+            levels_ptr = key_levels_ptr + group * (2 * D)
+            score_WM = scale * low_scores(
+                q_DM, wide_q_DM, key_WV, levels_ptr, group * W < low, shift, mask, ones, LIFT, W, D, FACTOR
+            )
+            exists_W = in_low_bits_W & (tl.load(marked_ptr + token_W, mask=in_low_bits_W, other=1) == 0)
+            _keep(score_WM, logits_M, last_M, token_W, exists_W)
+            score_WM = tl.where(exists_W[:, None], score_WM, float("-inf"))
+            weight_WM, shrink_M, peak_M = _weigh(score_WM, peak_M)
+            total_WM = total_WM * shrink_M[None, :] + weight_WM
+            levels_W = value_levels_ptr + token_W
+            lo_EM, lo_rest_WM = add_low_values(
+                lo_EM, lo_rest_WM, weight_WM, shrink_M, lo_WV, levels_W, to_zero, in_low_bits_W, shift, mask, ones,
+                SPAN, LIFT, W, E, FACTOR,
+            )  # fmt: skip
+            if D > E:
+                levels_W += tokens
+                hi_EM, hi_rest_WM = add_low_values(
+                    hi_EM, hi_rest_WM, weight_WM, shrink_M, hi_WV, levels_W, to_zero, in_low_bits_W, shift, mask,
+                    ones, SPAN, LIFT, W, E, FACTOR,
+                )  # fmt: skip
+    lo_EM, hi_EM = lo_EM + tl.sum(lo_rest_WM, axis=0)[None, :], hi_EM + tl.sum(hi_rest_WM, axis=0)[None, :]
+    return peak_M, tl.sum(total_WM, axis=0), lo_EM, hi_EM
 
 
 @triton.jit
 def _add_exact(
-    q_MD, key_T, value_T, exists_T, allowed_MT, peak_M, total_M, lo_ME, hi_ME, scale, D: tl.constexpr,
+    q_DM, key_T, value_T, exists_T, allowed_TM, peak_M, total_TM, lo_EM, hi_EM, scale, D: tl.constexpr,
     E: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """One tile of exact tokens, given the addresses of their keys and values; its scores come first."""
     d, e = tl.arange(0, D)[None, :], tl.arange(0, E)[None, :]
     real_T1 = exists_T[:, None]
     key_TD = tl.load(key_T[:, None] + d, mask=real_T1, other=0.0).to(FACTOR)
-    score_MT = tl.dot(q_MD.to(FACTOR), tl.trans(key_TD), input_precision="ieee") * scale
-    score_MT = tl.where(allowed_MT & exists_T[None, :], score_MT, float("-inf"))
-    weight_MT, shrink_M, peak_M, total_M = _weigh(score_MT, peak_M, total_M)
-    weight_MT = weight_MT.to(FACTOR)
-    lo_TE = tl.load(value_T[:, None] + e, mask=real_T1, other=0.0).to(FACTOR)
-    lo_ME = tl.dot(weight_MT, lo_TE, lo_ME * shrink_M[:, None], input_precision="ieee")
+    score_TM = tl.dot(key_TD, q_DM.to(FACTOR), input_precision="ieee") * scale
+    score_TM = tl.where(allowed_TM & real_T1, score_TM, float("-inf"))
+    weight_TM, shrink_M, peak_M = _weigh(score_TM, peak_M)
+    total_TM = total_TM * shrink_M[None, :] + weight_TM
+    weight_TM = weight_TM.to(FACTOR)
+    lo_ET = tl.trans(tl.load(value_T[:, None] + e, mask=real_T1, other=0.0).to(FACTOR))
+    lo_EM = tl.dot(lo_ET, weight_TM, lo_EM * shrink_M[None, :], input_precision="ieee")
     if D > E:
-        hi_TE = tl.load(value_T[:, None] + E + e, mask=real_T1, other=0.0).to(FACTOR)
-        hi_ME = tl.dot(weight_MT, hi_TE, hi_ME * shrink_M[:, None], input_precision="ieee")
-    return score_MT, peak_M, total_M, lo_ME, hi_ME
-
-
-@triton.jit
-def _keep(score_MT, logits_M, last_M, token_T, kept_T):
-    """The last row's scores to their positions; ``logits_M`` points to the rows of the query heads."""
-    tl.store(logits_M[:, None] + token_T[None, :], score_MT, mask=last_M[:, None] & kept_T[None, :])
-
-
-@triton.jit
-def _low_tokens(
-    q_MD, key_codes_ptr, key_levels_ptr, value_codes_ptr, value_levels_ptr, marked_ptr, logits_M, last_M, low, first,
-    end, tokens, peak_M, total_M, lo_ME, hi_ME, scale, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BITS: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
-    """The tokens before ``low`` of blocks ``first`` to ``end``. Pointers are those of the head."""
-    PACK: tl.constexpr = 8 // BITS
-    w, d, e = tl.arange(0, W), tl.arange(0, D), tl.arange(0, E)
-    # From a scale to its zero.
-    to_zero = tokens * (D // E)
-    for block in range(first, end):
-        byte_W1 = (block * W + w).to(tl.int64)[:, None] * D
-        key_WD = tl.load(key_codes_ptr + byte_W1 + d[None, :])
-        lo_WE = tl.load(value_codes_ptr + byte_W1 + e[None, :])
-        if D > E:
-            hi_WE = tl.load(value_codes_ptr + byte_W1 + E + e[None, :])
-        for j in tl.static_range(PACK):
-            group = block * PACK + j
-            token_W = group * W + w
-            in_low_bits_W = token_W < low
-            levels_ptr = key_levels_ptr + group * (2 * D)
-            score_MW = _low_scores(q_MD, key_WD, levels_ptr, group * W < low, j, BITS, D, FACTOR) * scale
-            exists_W = in_low_bits_W & (tl.load(marked_ptr + token_W, mask=in_low_bits_W, other=1) == 0)
-            _keep(score_MW, logits_M, last_M, token_W, exists_W)
-            score_MW = tl.where(exists_W[None, :], score_MW, float("-inf"))
-            weight_MW, shrink_M, peak_M, total_M = _weigh(score_MW, peak_M, total_M)
-            levels_W = value_levels_ptr + token_W
-            lo_ME = _add_low_values(
-                lo_ME, weight_MW, shrink_M, lo_WE, levels_W, to_zero, in_low_bits_W, j, BITS, FACTOR
-            )
-            if D > E:
-                levels_W += tokens
-                hi_ME = _add_low_values(
-                    hi_ME, weight_MW, shrink_M, hi_WE, levels_W, to_zero, in_low_bits_W, j, BITS, FACTOR
-                )
-    return peak_M, total_M, lo_ME, hi_ME
+        hi_ET = tl.trans(tl.load(value_T[:, None] + E + e, mask=real_T1, other=0.0).to(FACTOR))
+        hi_EM = tl.dot(hi_ET, weight_TM, hi_EM * shrink_M[None, :], input_precision="ieee")
+    return score_TM, peak_M, total_TM, lo_EM, hi_EM
 
 
 @triton.jit
 def _exact_tokens(
-    q_MD, pairs_ptr, slot_ptr, chosen_ptr, ring_ptr, marked_ptr, k_ptr, v_ptr, k_stride_r, v_stride_r, logits_M,
-    last_M, row_M, length, room, peak_M, total_M, lo_ME, hi_ME, scale, R: tl.constexpr, S: tl.constexpr,
-    W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, OWN: tl.constexpr, FACTOR: tl.constexpr,
+    q_DM, pairs_ptr, slot_ptr, chosen_ptr, ring_ptr, marked_ptr, k_ptr, v_ptr, k_stride_r, v_stride_r, logits_M,
+    last_M, row_M, length, room, scale, R: tl.constexpr, S: tl.constexpr, M: tl.constexpr, W: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """The chosen pairs, the rest of the ring, and the step's own rows. Pointers are those of the head."""
-    w, all_M1 = tl.arange(0, W), (row_M >= 0)[:, None]
+    """The same of the chosen pairs, the rest of the ring, and the step's own rows. Pointers are those of the head."""
+    w, all_1M = tl.arange(0, W), (row_M >= 0)[None, :]
+    peak_M, total_WM = tl.full((M,), float("-inf"), tl.float32), tl.zeros((W, M), tl.float32)
+    lo_EM, hi_EM = tl.zeros((E, M), tl.float32), tl.zeros((E, M), tl.float32)
     for first in range(0, S, W):
         place_W = first + w
         token_W = tl.load(chosen_ptr + place_W, mask=place_W < S, other=-1)
         exists_W = token_W >= 0
         pair_W = pairs_ptr + tl.load(slot_ptr + place_W, mask=exists_W, other=0) * (2 * D)
-        score_MW, peak_M, total_M, lo_ME, hi_ME = _add_exact(
-            q_MD, pair_W, pair_W + D, exists_W, all_M1, peak_M, total_M, lo_ME, hi_ME, scale, D, E, FACTOR
+        score_WM, peak_M, total_WM, lo_EM, hi_EM = _add_exact(
+            q_DM, pair_W, pair_W + D, exists_W, all_1M, peak_M, total_WM, lo_EM, hi_EM, scale, D, E, FACTOR
         )
-        _keep(score_MW, logits_M, last_M, token_W, exists_W)
+        _keep(score_WM, logits_M, last_M, token_W, exists_W)
     token_W = length - 1 - (length - 1 - w + W) % W
     exists_W = token_W >= 0
     exists_W &= tl.load(marked_ptr + token_W, mask=exists_W, other=1) == 0
     ring_W = ring_ptr + w * D
-    score_MW, peak_M, total_M, lo_ME, hi_ME = _add_exact(
-        q_MD, ring_W, ring_W + W * D, exists_W, all_M1, peak_M, total_M, lo_ME, hi_ME, scale, D, E, FACTOR
+    score_WM, peak_M, total_WM, lo_EM, hi_EM = _add_exact(
+        q_DM, ring_W, ring_W + W * D, exists_W, all_1M, peak_M, total_WM, lo_EM, hi_EM, scale, D, E, FACTOR
     )
-    _keep(score_MW, logits_M, last_M, token_W, exists_W)
-    r = tl.arange(0, OWN)
-    key_R, value_R = k_ptr + r.to(tl.int64) * k_stride_r, v_ptr + r.to(tl.int64) * v_stride_r
-    seen_MR = r[None, :] <= row_M[:, None]
-    score_MR, peak_M, total_M, lo_ME, hi_ME = _add_exact(
-        q_MD, key_R, value_R, r < R, seen_MR, peak_M, total_M, lo_ME, hi_ME, scale, D, E, FACTOR
+    _keep(score_WM, logits_M, last_M, token_W, exists_W)
+    key_W, value_W = k_ptr + w.to(tl.int64) * k_stride_r, v_ptr + w.to(tl.int64) * v_stride_r
+    seen_WM = w[:, None] <= row_M[None, :]
+    score_WM, peak_M, total_WM, lo_EM, hi_EM = _add_exact(
+        q_DM, key_W, value_W, w < R, seen_WM, peak_M, total_WM, lo_EM, hi_EM, scale, D, E, FACTOR
     )
     # A sequence that is full has no place for row 0.
-    _keep(score_MR, logits_M, last_M, length + r, (r < R - 1) & (length + r < room))
-    return peak_M, total_M, lo_ME, hi_ME
+    _keep(score_WM, logits_M, last_M, length + w, (w < R - 1) & (length + w < room))
+    return peak_M, tl.sum(total_WM, axis=0), lo_EM, hi_EM
 
 
 @triton.jit
 def _lowbit_attention_kernel(
-    q_ptr, k_ptr, v_ptr, key_codes_ptr, key_levels_ptr, value_codes_ptr, value_levels_ptr, ring_ptr, marked_ptr,
+    q_ptr, k_ptr, v_ptr, key_words_ptr, key_levels_ptr, value_words_ptr, value_levels_ptr, ring_ptr, marked_ptr,
     pairs_ptr, slot_ptr, chosen_ptr, length_ptr, partial_ptr, peak_ptr, total_ptr, arrived_ptr, logits_ptr, o_ptr,
-    scale, blocks, room, q_stride_b, q_stride_r, q_stride_h, k_stride_b, k_stride_r, k_stride_k, v_stride_b,
+    scale, mask, ones, blocks, room, q_stride_b, q_stride_r, q_stride_h, k_stride_b, k_stride_r, k_stride_k, v_stride_b,
     v_stride_r, v_stride_k, K: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, W: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, Z: tl.constexpr, ZZ: tl.constexpr, M: tl.constexpr, MM: tl.constexpr,
-    BITS: tl.constexpr, OWN: tl.constexpr, FACTOR: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, Z: tl.constexpr, ZZ: tl.constexpr, M: tl.constexpr, STORED: tl.constexpr,
+    BITS: tl.constexpr, SPAN: tl.constexpr, LIFT: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    PACK: tl.constexpr = 8 // BITS
+    PACK: tl.constexpr = 16 // BITS
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, kv_head = head // K, head % K
     m, d, e = tl.arange(0, M), tl.arange(0, D), tl.arange(0, E)
     row_M, group_M = m // G, m % G
     q_M = b * q_stride_b + row_M * q_stride_r + (kv_head * G + group_M) * q_stride_h
-    q_MD = tl.load(q_ptr + q_M[:, None] + d[None, :], mask=(m < R * G)[:, None], other=0.0).to(tl.float32)
+    q_DM = tl.load(q_ptr + q_M[None, :] + d[:, None], mask=(m < R * G)[None, :], other=0.0).to(tl.float32)
     logits_M, last_M = logits_ptr + (head * G + group_M) * room, row_M == R - 1
     length = tl.load(length_ptr + b).to(tl.int32)
     tokens = blocks * (PACK * W)
     marked_ptr += head * tokens
-    peak_M, total_M = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
-    lo_ME, hi_ME = tl.zeros((M, E), tl.float32), tl.zeros((M, E), tl.float32)
     if split < Z - 1:
         # The values of tokens before this one are in low bits, and so are their keys.
         low = tl.maximum(length - W, 0)
         used = tl.cdiv(low, PACK * W)
-        peak_M, total_M, lo_ME, hi_ME = _low_tokens(
-            q_MD, key_codes_ptr + head * blocks * (W * D), key_levels_ptr + head * blocks * (PACK * 2 * D),
-            value_codes_ptr + head * blocks * (W * D), value_levels_ptr + head * tokens * (2 * (D // E)), marked_ptr,
-            logits_M, last_M, low, split * used // (Z - 1), (split + 1) * used // (Z - 1), tokens, peak_M, total_M,
-            lo_ME, hi_ME, scale, W, D, E, BITS, FACTOR,
+        peak_M, total_M, lo_EM, hi_EM = _low_tokens(
+            q_DM, key_words_ptr + head * blocks * (W * D // 2), key_levels_ptr + head * blocks * (PACK * 2 * D),
+            value_words_ptr + head * blocks * (W * D // 2), value_levels_ptr + head * tokens * (2 * (D // E)),
+            marked_ptr, logits_M, last_M, low, split * used // (Z - 1), (split + 1) * used // (Z - 1), tokens, scale,
+            mask, ones, M, W, D, E, BITS, SPAN, LIFT, FACTOR,
         )  # fmt: skip
     else:
-        peak_M, total_M, lo_ME, hi_ME = _exact_tokens(
-            q_MD, pairs_ptr + head * (S * 2 * D), slot_ptr + head * S, chosen_ptr + head * S,
+        peak_M, total_M, lo_EM, hi_EM = _exact_tokens(
+            q_DM, pairs_ptr + head * (S * 2 * D), slot_ptr + head * S, chosen_ptr + head * S,
             ring_ptr + head * (2 * W * D), marked_ptr, k_ptr + b * k_stride_b + kv_head * k_stride_k,
             v_ptr + b * v_stride_b + kv_head * v_stride_k, k_stride_r, v_stride_r, logits_M, last_M, row_M, length,
-            room, peak_M, total_M, lo_ME, hi_ME, scale, R, S, W, D, E, OWN, FACTOR,
+            room, scale, R, S, M, W, D, E, FACTOR,
         )  # fmt: skip
-    at_M = (head * Z + split) * M + m
-    real_M1 = (m < R * G)[:, None]
-    tl.store(partial_ptr + at_M[:, None] * D + e[None, :], lo_ME, mask=real_M1)
+    at_M, real_M = (head * Z + split) * STORED + m, m < R * G
+    tl.store(partial_ptr + at_M[None, :] * D + e[:, None], lo_EM, mask=real_M[None, :])
     if D > E:
-        tl.store(partial_ptr + at_M[:, None] * D + E + e[None, :], hi_ME, mask=real_M1)
-    tl.store(peak_ptr + at_M, peak_M)
-    tl.store(total_ptr + at_M, total_M)
+        tl.store(partial_ptr + at_M[None, :] * D + E + e[:, None], hi_EM, mask=real_M[None, :])
+    tl.store(peak_ptr + at_M, peak_M, mask=real_M)
+    tl.store(total_ptr + at_M, total_M, mask=real_M)
     # All threads have stored before one of them says so.
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == Z - 1:
         tl.store(arrived_ptr + head, 0)
-        parts = head * (Z * M)
+        parts = head * (Z * STORED)
         merged_M, result_MD = _merge(
-            partial_ptr + parts * D, peak_ptr + parts, total_ptr + parts, R * G, M, MM, D, Z, ZZ
+            partial_ptr + parts * D, peak_ptr + parts, total_ptr + parts, R * G, STORED, M, D, Z, ZZ
         )
         o_M = ((b * R + merged_M // G) * (K * G) + kv_head * G + merged_M % G) * D
         result_MD = result_MD.to(o_ptr.dtype.element_ty)
@@ -319,16 +285,25 @@ def lowbit_attention(
     (batch, rows, heads, head_dim), kv_heads = q_BRHD.shape, k_BRKD.shape[2]
     check_shapes(tokens.bits, tokens.ring_BKXWD.shape[3], head_dim, rows * heads // kv_heads)
     _check(q_BRHD, k_BRKD, v_BRKD, tokens, workspace, logits_BHT, o_BRHD)
-    merged = triton.next_power_of_2(rows * heads // kv_heads)
+    columns = max(FEWEST_COLUMNS, triton.next_power_of_2(rows * heads // kv_heads))
+    factor = _factor_type(q_BRHD.dtype)
+    number = NumberFormat.of(factor, tokens.bits)
+    lanes = 1 if factor == tl.float32 else 0x10001
+    # Arguments and not constants: the compiler would spend an instruction for each.
+    mask, ones = ((1 << tokens.bits) - 1) * lanes, number.one * lanes
+    words = tokens._replace(
+        key_codes_BKPWD=tokens.key_codes_BKPWD.view(torch.int32),
+        value_codes_BKPWD=tokens.value_codes_BKPWD.view(torch.int32),
+    )
     _lowbit_attention_kernel[(batch * kv_heads, workspace.splits)](
-        q_BRHD, k_BRKD, v_BRKD, *tokens, workspace.partial_BKZMD, workspace.peak_BKZM, workspace.total_BKZM,
-        workspace.arrived_BK, logits_BHT, o_BRHD, head_dim**-0.5 * LOG2_E, tokens.key_codes_BKPWD.shape[2],
+        q_BRHD, k_BRKD, v_BRKD, *words, workspace.partial_BKZMD, workspace.peak_BKZM, workspace.total_BKZM,
+        workspace.arrived_BK, logits_BHT, o_BRHD, head_dim**-0.5 * LOG2_E, mask, ones, tokens.key_codes_BKPWD.shape[2],
         logits_BHT.shape[2], *q_BRHD.stride()[:3], *k_BRKD.stride()[:3], *v_BRKD.stride()[:3],
         K=kv_heads, G=heads // kv_heads, R=rows, S=tokens.chosen_BKS.shape[2], W=tokens.ring_BKXWD.shape[3],
         D=head_dim, E=head_dim // tokens.value_levels_BKLCT.shape[3], Z=workspace.splits,
-        ZZ=min(triton.next_power_of_2(workspace.splits), MERGED_ROWS // merged), M=PADDED_ROWS, MM=merged,
-        BITS=tokens.bits, OWN=SMALLEST_TILE, FACTOR=_factor_type(q_BRHD.dtype), num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        ZZ=min(triton.next_power_of_2(workspace.splits), MERGED_ROWS // columns), M=columns, STORED=PADDED_ROWS,
+        BITS=tokens.bits, SPAN=number.span, LIFT=number.lift, FACTOR=factor,
+        num_warps=NUM_WARPS_FP32 if q_BRHD.dtype == torch.float32 else NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return o_BRHD
 

@@ -2,7 +2,7 @@
 
 One program a sequence and KV head. It also writes the exact pair to the host, over PCIe, which is 4 D bytes in 16 bits.
 A value is read before the new token takes its slot; a group of keys is read after it.
-Suffixes: A host sequences, B sequences, K KV heads, D head size, W tokens of a group, P blocks of bytes, N groups,
+Suffixes: A host sequences, B sequences, K KV heads, D head size, W tokens of a group, P blocks of words, N groups,
 T tokens, C groups of E channels, X = K and V, L = scale and zero.
 """
 
@@ -36,31 +36,31 @@ def _codes(x, scale, zero, BITS: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(bytes_ptr, codes, group, BITS: tl.constexpr):
-    """Replace one group's codes in the bytes that hold them."""
-    shift = (group % (8 // BITS) * BITS).to(tl.int32)
-    others = tl.load(bytes_ptr).to(tl.int32) & ~(((1 << BITS) - 1) << shift)
-    tl.store(bytes_ptr, (others | (codes << shift)).to(tl.uint8))
+def _store_codes(words_ptr, codes, group, BITS: tl.constexpr):
+    """Replace one group's codes in the words that hold them."""
+    shift = (group % (16 // BITS) * BITS).to(tl.int32)
+    others = tl.load(words_ptr).to(tl.int32) & ~(((1 << BITS) - 1) << shift)
+    tl.store(words_ptr, (others | (codes << shift)).to(tl.int16))
 
 
 @triton.jit
 def _retire_value(
-    value_ptr, bytes_ptr, levels_ptr, position, tokens, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    value_ptr, words_ptr, levels_ptr, position, tokens, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """One exact value to low bits. Pointers are those of the value, of its bytes and of the head's levels."""
+    """One exact value to low bits. Pointers are those of the value, of its words and of the head's levels."""
     c_C1, e_1E = tl.arange(0, D // E)[:, None], tl.arange(0, E)[None, :]
     value_CE = tl.load(value_ptr + c_C1 * E + e_1E).to(tl.float32)
     low_C1, high_C1 = tl.min(value_CE, axis=1, keep_dims=True), tl.max(value_CE, axis=1, keep_dims=True)
     scale_C1, zero_C1 = _levels(low_C1, high_C1, BITS, KIND)
-    _store_codes(bytes_ptr + c_C1 * E + e_1E, _codes(value_CE, scale_C1, zero_C1, BITS), position // W, BITS)
+    _store_codes(words_ptr + c_C1 * E + e_1E, _codes(value_CE, scale_C1, zero_C1, BITS), position // W, BITS)
     tl.store(levels_ptr + c_C1 * tokens + position, scale_C1.to(KIND))
     tl.store(levels_ptr + (D // E + c_C1) * tokens + position, zero_C1.to(KIND))
 
 
 @triton.jit
 def _close_group(
-    ring_ptr, bytes_ptr, levels_ptr, group, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr
+    ring_ptr, words_ptr, levels_ptr, group, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr
 ):
     """The ring's keys to low bits, and back dequantised. Pointers are those of the head's ring, block and levels."""
     d_1D = tl.arange(0, D)[None, :]
@@ -69,7 +69,7 @@ def _close_group(
     low_1D, high_1D = tl.min(key_WD, axis=0, keep_dims=True), tl.max(key_WD, axis=0, keep_dims=True)
     scale_1D, zero_1D = _levels(low_1D, high_1D, BITS, KIND)
     codes_WD = _codes(key_WD, scale_1D, zero_1D, BITS)
-    _store_codes(bytes_ptr + at_WD, codes_WD, group, BITS)
+    _store_codes(words_ptr + at_WD, codes_WD, group, BITS)
     tl.store(levels_ptr + d_1D, scale_1D.to(KIND))
     tl.store(levels_ptr + D + d_1D, zero_1D.to(KIND))
     tl.store(ring_ptr + at_WD, (codes_WD.to(tl.float32) * scale_1D + zero_1D).to(KIND))
@@ -81,7 +81,7 @@ def _commit_kernel(
     commit_ptr, blocks, host_tokens, k_stride_b, k_stride_k, v_stride_b, v_stride_k,
     A: tl.constexpr, K: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    PACK: tl.constexpr = 8 // BITS
+    PACK: tl.constexpr = 16 // BITS
     KIND: tl.constexpr = ring_ptr.dtype.element_ty
     head = tl.program_id(0).to(tl.int64)
     b, kv_head = head // K, head % K

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baselines.lowbit import BITS, LowBitCache, codes_per_byte, dequantise, pack, quantise, unpack
+from baselines.lowbit import BITS, LowBitCache, codes_per_word, dequantise, pack, quantise, unpack
 from dualdecoder.config import ModelConfig
 from dualdecoder.errors import ConfigError
 from dualdecoder.ledger import Ledger
@@ -31,7 +31,7 @@ def test_a_number_is_at_most_half_a_step_from_its_level(
 ) -> None:
     x = (normal(5, size, seed=seed) * 10**power + normal(5, 1, seed=seed + 1)).to(dtype)
     codes, scale, zero = quantise(x, 1, bits)
-    assert codes.dtype == torch.uint8 and int(codes.max()) < 2**bits
+    assert codes.dtype == torch.int16 and int(codes.max()) < 2**bits
     assert scale.shape == zero.shape == (5, 1) and scale.dtype == zero.dtype == dtype
     error = (dequantise(codes, scale, zero).double() - x.double()).abs()
     # Scale and zero are stored in the dtype of the numbers, and so is the result.
@@ -59,9 +59,9 @@ def test_levels_by_hand() -> None:
 @given(st.sampled_from([1, 2]), st.integers(0, 19), st.integers(1, 5), st.integers(1, 5), st.integers(0, 999))
 def test_packing_loses_nothing(bits: int, groups: int, tokens: int, channels: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(2**bits, (groups, tokens, channels), generator=generator, dtype=torch.uint8)
+    codes = torch.randint(2**bits, (groups, tokens, channels), generator=generator, dtype=torch.int16)
     packed = pack(codes, bits)
-    assert packed.shape == (-(-groups // codes_per_byte(bits)), tokens, channels) and packed.dtype == torch.uint8
+    assert packed.shape == (-(-groups // codes_per_word(bits)), tokens, channels) and packed.dtype == torch.int16
     assert torch.equal(unpack(packed, bits)[:groups], codes)
     assert not unpack(packed, bits)[groups:].any()
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from baselines.kernels.lowbit_attention import LowBitTokens, lowbit_attention, wanted_splits
 from baselines.kernels.lowbit_commit import commit_lowbit
+from baselines.kernels.lowbit_products import NumberFormat
 from baselines.kernels.lowbit_top import ChoiceWorkspace, choose_tokens
 from baselines.lowbit import LowBitCache
 from baselines.specache import ReferenceOps, SpeCacheLayer, Step
@@ -15,7 +16,7 @@ from dualdecoder.buffers import ChunkBuffer
 from dualdecoder.config import ModelConfig
 from dualdecoder.errors import ConfigError
 from dualdecoder.host_store import HostStore
-from dualdecoder.kernels.sparse_attention import SparseAttentionWorkspace
+from dualdecoder.kernels.sparse_attention import TRITON_TYPES, SparseAttentionWorkspace
 from dualdecoder.ledger import Ledger
 
 NAN = float("nan")
@@ -228,10 +229,19 @@ def test_commits_are_those_of_the_cache(name: str, device: str) -> None:
     assert torch.equal(host, case.host.records[0])
     for name_, expected in vars(case.cache).items():
         got = getattr(cache, name_)
-        if isinstance(expected, Tensor) and expected.dtype == torch.uint8:
+        if isinstance(expected, Tensor) and expected.dtype == torch.int16:
             assert torch.equal(got.cpu(), expected), name_
         elif isinstance(expected, Tensor):
             torch.testing.assert_close(got.cpu(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_bit_patterns_are_the_numbers_they_should_be(dtype: torch.dtype, bits: int) -> None:
+    """Also in bf16, which the interpreter computes in fp32."""
+    number, code = NumberFormat.of(TRITON_TYPES[dtype], bits), torch.arange(2**bits)
+    pattern = ((code << number.lift) | number.one).to(torch.int32 if dtype == torch.float32 else torch.int16)
+    assert torch.equal(pattern.view(dtype).double(), 1 + code.double() / number.span)
 
 
 @pytest.mark.parametrize(("heads", "blocks", "expected"), [(8, 512, 64), (96, 512, 5), (8, 3, 3), (4096, 9, 1)])
