@@ -30,14 +30,22 @@ def main(outcome: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     request = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        measure = load_measure(Path(request["file"]), request["function"])
-        text = json.dumps({"rows": measure(OmegaConf.create(request["config"])), "gpu": _gpu_after()})
-    except Exception as error:
-        text = json.dumps({"error": describe(error)})
+
+    def measure(cfg: DictConfig) -> list[dict[str, Any]]:
+        return load_measure(Path(request["file"]), request["function"])(cfg)
+
+    text = json.dumps(answer(measure, request["config"]))
     partial = outcome.with_suffix(".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(outcome)
+
+
+def answer(measure: Measure, config: dict[str, Any]) -> dict[str, Any]:
+    """`rows` and `gpu`, or `error`."""
+    try:
+        return {"rows": measure(OmegaConf.create(config)), "gpu": _gpu_after()}
+    except Exception as error:
+        return {"error": describe(error)}
 
 
 def load_measure(file: Path, function: str) -> Measure:

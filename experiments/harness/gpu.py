@@ -89,6 +89,8 @@ def gpu_after_measuring() -> dict[str, float | None]:
     The rates are None where memory is short.
     """
     peaks = {"peak_bytes": torch.cuda.max_memory_allocated(), "peak_pinned_bytes": peak_pinned_bytes()}
+    # The next point of this process, if there is one, has its own.
+    torch.cuda.reset_peak_memory_stats()
     torch.cuda.empty_cache()
     try:
         rates = measured_rates()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from experiments.harness.child import Measure
+from experiments.harness.child import Measure, answer
 from experiments.harness.devices import Slot, one_gpu
 from experiments.harness.environment import ROOT
 
@@ -40,11 +40,21 @@ def measure_in_child(measure: Measure, config: dict[str, Any]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="dualdecoder-") as folder, one_gpu() as slot:
         path = Path(folder) / "outcome.json"
         code, stderr = _run(path, request, slot)
-        answer: dict[str, Any] = {"error": _death(code, stderr)}
+        found: dict[str, Any] = {"error": _death(code, stderr)}
         if path.is_file():
-            answer = json.loads(path.read_text(encoding="utf-8"))
-    gpu = {**slot.gpu.fields, **(answer.get("gpu") or {})} if slot.gpu else None
-    return Outcome(answer.get("rows", []), answer.get("error"), gpu)
+            found = json.loads(path.read_text(encoding="utf-8"))
+    return _outcome(found, slot)
+
+
+def measure_here(measure: Measure, config: dict[str, Any]) -> Outcome:
+    """Run ``measure(config)`` in this process: the points of a sweep then share a loaded model, and whatever leaks."""
+    with one_gpu() as slot:
+        return _outcome(answer(measure, config), slot)
+
+
+def _outcome(found: dict[str, Any], slot: Slot) -> Outcome:
+    gpu = {**slot.gpu.fields, **(found.get("gpu") or {})} if slot.gpu else None
+    return Outcome(found.get("rows", []), found.get("error"), gpu)
 
 
 def _run(path: Path, request: dict[str, Any], slot: Slot) -> tuple[int, str]:

@@ -19,11 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.harness.child import Measure
 from experiments.harness.environment import ROOT, device_tag, environment, visible_gpus
 from experiments.harness.estimate import estimate
-from experiments.harness.isolate import Outcome, measure_in_child
+from experiments.harness.isolate import Outcome, measure_here, measure_in_child
 from experiments.harness.records import FAILURES, SCHEMA, Record, RecordError, read_record, write_record
 
 # They say where results go and how a sweep is driven, never what is measured.
-OUTPUT_KEYS = ("results_dir", "dry_run", "retry_failed")
+OUTPUT_KEYS = ("results_dir", "dry_run", "retry_failed", "fresh_process")
 _SLUG_KEYS = ("model", "method", "speculation", "task", "prompt", "context", "length", "batch", "budget")
 
 Run = Callable[[Measure, dict[str, Any]], Outcome]
@@ -35,17 +35,20 @@ class PointFailed(RuntimeError):
     """A point has no result: it failed now, or it did before and no new try was asked for."""
 
 
-def run_point(experiment: str, cfg: DictConfig, measure: Measure, run: Run = measure_in_child) -> Path | None:
+def run_point(experiment: str, cfg: DictConfig, measure: Measure, run: Run | None = None) -> Path | None:
     """Measure the point that `cfg` describes, unless it is recorded already; returns the path of its record.
 
     The identity of a point is the experiment, the resolved config without the output keys, the code and the device.
-    `measure`, a function at the top of a file, returns tidy rows; it runs in a fresh child process on one GPU. A failed
-    point keeps its failure as a record, is tried again only with ``retry_failed=true``, and makes the run or the sweep
-    end with status 1 after all other points; an interrupt leaves the record "running", to be replaced by the next run.
+    `measure`, a function at the top of a file, returns tidy rows; it runs in a fresh child process on one GPU, or with
+    ``fresh_process=false`` in this one, which the record says. A failed point keeps its failure as a record, is tried
+    again only with ``retry_failed=true``, and makes the run or the sweep end with status 1 after all other points; an
+    interrupt leaves the record "running", to be replaced by the next run.
     With ``dry_run=true`` the point is only printed, with estimates of its time and memory, and None is returned.
     """
     config = recorded_config(cfg)
-    record = _new_record(experiment, config)
+    fresh = cfg.get("fresh_process", True)
+    run = run or (measure_in_child if fresh else measure_here)
+    record = _new_record(experiment, config, fresh)
     path = results_folder(cfg.results_dir) / experiment / f"{_slug(config)}-{record.point}.json"
     before = _finished(path)
     skipped = before is not None and not (before.status in FAILURES and cfg.get("retry_failed", False))
@@ -122,8 +125,8 @@ def _plain(cfg: DictConfig, resolve: bool = True) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def _new_record(experiment: str, config: dict[str, Any]) -> Record:
-    env = {**environment(), "launcher": _launcher()}
+def _new_record(experiment: str, config: dict[str, Any], fresh: bool) -> Record:
+    env = {**environment(), "launcher": _launcher() + ("" if fresh else ", points in one process")}
     identity = json.dumps([SCHEMA, experiment, config, env["code"], device_tag(env)], sort_keys=True)
     point = hashlib.sha256(identity.encode()).hexdigest()[:10]
     return Record(experiment, point, config, env, command=_command(experiment), started=_now())

@@ -25,7 +25,8 @@ def sharp_tiny(name: str, device: str, dtype: str = "float32") -> Engine:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
+    # With seed 0 two of Quest's scores at a cut are equal to fp32's rounding, and the CPU and the GPU part there.
+    generator = torch.Generator().manual_seed(1)
     return [torch.randint(512, (n,), generator=generator).tolist() for n in (400, 333, 7)]
 
 

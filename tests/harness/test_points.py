@@ -1,5 +1,6 @@
 """A point is measured once; what is interrupted or fails is seen as such and done again."""
 
+import os
 import re
 import time
 from pathlib import Path
@@ -167,3 +168,18 @@ def test_times_are_utc_and_seconds_are_of_the_measurement(tmp_path: Path) -> Non
     record = read_record(run_here(tmp_path, lambda cfg: time.sleep(0.05) or []))
     assert record.started.endswith("+00:00") and record.finished >= record.started
     assert 0.05 <= record.seconds < 5
+
+
+def test_points_in_one_process_say_so(tmp_path: Path) -> None:
+    pids = []
+
+    def measure(cfg: DictConfig) -> list[dict]:
+        pids.append(os.getpid())
+        return [{"value": cfg.batch}]
+
+    path = run_point("toy", config(tmp_path, fresh_process=False), measure)
+    assert pids == [os.getpid()]
+    record = read_record(path)
+    assert record.rows == [{"value": 2}]
+    assert record.environment["launcher"].endswith("points in one process")
+    assert "fresh_process" not in record.config
