@@ -13,18 +13,9 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from experiments.reporting.cells import ORDERS, in_order, length_text, with_budget
 from experiments.reporting.collect import Section
-from experiments.reporting.tables import (
-    GIB,
-    ORDERS,
-    by_category,
-    headline,
-    in_order,
-    length_text,
-    numbers,
-    split,
-    with_budget,
-)
+from experiments.reporting.tables import GIB, by_category, headline, numbers, split
 
 # Okabe and Ito: told apart with every common kind of colour blindness. In grey, hatches and markers tell apart.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
@@ -93,11 +84,28 @@ def _throughput(axes: list[Axes], table: pd.DataFrame) -> None:
 
 def _ruler(axes: list[Axes], table: pd.DataFrame) -> None:
     low, high = table["score"] - table["ci95_low"], table["ci95_high"] - table["score"]
-    groups = [f"{task}\n{length_text(length)}" for task, length in zip(table["task"], table["length"], strict=True)]
-    bars = table.assign(low=low, high=high, group=groups, series=with_budget(table)["method"], value=table["score"])
-    _grouped_bars(axes[0], bars)
+    bars = table.assign(low=low, high=high, group=table["task"], series=with_budget(table)["method"])
+    _grouped_bars(axes[0], bars.assign(value=table["score"]).dropna(subset=["value"]))
     axes[0].set_ylabel("score, % (lines: 95 % interval)")
     axes[0].set_ylim(0, 112)
+
+
+def _fidelity(axes: list[Axes], table: pd.DataFrame) -> None:
+    """Over the budget; a method without one is a line across."""
+    panels = {"kl_mean": "KL mean, nats", "top1_agreement": "top-1 agreement", "attention_mass": "attention mass"}
+    for axis, (value, title) in zip(axes, panels.items(), strict=True):
+        for name, number in _styles(table.assign(series=table["method"])).items():
+            lines = table[(table["method"] == name) & table[value].notna()]
+            if len(lines) and lines["budget"].isna().all():
+                axis.axhline(lines[value].mean(), label=name, linestyle=":", color=_line(number)["color"])
+            elif len(lines):
+                axis.plot(np.log2(lines["budget"]), lines[value], label=name, **_line(number))
+        budgets = sorted(table["budget"].dropna().unique())
+        axis.set_xticks(np.log2(budgets), [f"{budget:.0f}" for budget in budgets])
+        axis.set_xlabel("budget, tokens")
+        _title(axis, title)
+    axes[0].set_yscale("symlog", linthresh=1e-4)
+    _legend(axes[-1] if axes[-1].lines else axes[0])
 
 
 def _residency(axes: list[Axes], table: pd.DataFrame) -> None:
@@ -264,7 +272,8 @@ DRAWINGS: dict[str, Drawing] = {
     "throughput": Drawing(_throughput, 1, ("model", "dtype")),
     "residency": Drawing(_residency, 3, ("model", "dtype", "cap_bytes", "batch")),
     "prediction": Drawing(_prediction, 3, ("model", "prompt", "context", "budget")),
-    "ruler": Drawing(_ruler, 1, ("model",)),
+    "ruler": Drawing(_ruler, 1, ("model", "length")),
+    "fidelity": Drawing(_fidelity, 3, ("model", "context")),
 }
 
 
