@@ -7,7 +7,7 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 ARGS :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce report test lint format lock clean
+.PHONY: help setup reproduce ruler report test lint format lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,6 +16,9 @@ setup: $(STAMP) ## Install the locked environment into .venv (every other target
 
 reproduce: $(STAMP) ## Run the experiments of conf/reproduce.yaml, then make the tables and figures
 	$(PYTHON) -m experiments.reproduce $(ARGS)
+
+ruler: $(STAMP) ## Run RULER's offline tasks and fidelity in full, conf/ruler_grid.yaml (hours)
+	$(PYTHON) -m experiments.reproduce runs=conf/ruler_grid.yaml $(ARGS)
 
 report: $(STAMP) ## Make the tables and figures from the records that are there
 	$(PYTHON) -m experiments.report $(ARGS)

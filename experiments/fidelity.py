@@ -50,6 +50,8 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     require_positive(cfg, "context", "steps", "texts")
     require(cfg.steps >= 2, "steps", cfg.steps, "at least 2: the first token's distribution is the prefill's")
     full = engine_for(cfg.model, "full_kv", {}, cfg.device, cfg.dtype)
+    most = full.model.config.max_context
+    require(cfg.context + cfg.steps <= most, "context", cfg.context, f"with steps at most {most} of {cfg.model.name}")
     engines = _engines(cfg)
     compared: dict[tuple[str, int | None], list[Comparison]] = {key: [] for key in engines}
     for number in range(cfg.texts):
@@ -124,7 +126,8 @@ def _row(cfg: DictConfig, key: tuple[str, int | None], engine: Engine, compared:
         "kl_mean": float(kl.mean()),
         "kl_p99": float(kl.quantile(0.99)),
         "top1_agreement": float(torch.cat([item.agrees_S for item in compared]).double().mean()),
-        "attention_mass": fmean(masses) if masses else None,
+        # A sum of probabilities may round to a little more than the whole.
+        "attention_mass": min(1.0, fmean(masses)) if masses else None,
     }
 
 

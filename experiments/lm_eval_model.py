@@ -10,9 +10,7 @@ Nothing is ever cut: what does not fit the model's context is an error. Finished
 Suffixes: T text tokens, V vocabulary.
 """
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,8 @@ from dualdecoder.engine import Engine
 from dualdecoder.errors import CapacityError, ConfigError, require
 from dualdecoder.method import method_class
 from dualdecoder.prefill import PrefillSnapshot, prefill
+from experiments.harness.kept_answers import KeptAnswers
 from experiments.harness.teacher import forced_logits
-from experiments.harness.workload import progress
 
 # Bounds the logits that one exact scoring holds: tokens of a piece.
 PIECE_TOKENS = 512
@@ -51,7 +49,7 @@ class DualDecoderLM(TemplateLM):
         method: name of the KV method; further keywords are its options, such as ``budget=256``.
         batch_size: sequences decoded together, of similar length.
         resume: file that keeps finished requests; empty for none.
-        engine: an engine to use instead of loading one; ``model``, ``method``, ``device`` and ``dtype`` are then unused.
+        engine: an engine to use instead of loading one by ``method``, ``device``, ``dtype`` and options.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class DualDecoderLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is replaced by: BOS, or the end of text in a model without one, as in lm-eval's `hf`."""
+        """Stands for an empty context: BOS, or the end of text in a model without one, as in lm-eval's `hf`."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -198,64 +196,6 @@ class DualDecoderLM(TemplateLM):
         return [_cut(text, settings["until"]) for text in texts]
 
 
-class KeptAnswers:
-    """Answers to requests, appended to a JSON-lines file as they come, so that a stopped run can go on."""
-
-    def __init__(self, path: Path | None, identity: str) -> None:
-        self.path, self.identity = path, identity
-        self.known = dict(_read_lines(path)) if path is not None and path.is_file() else {}
-
-    def answer_all(
-        self,
-        kind: str,
-        items: Sequence[Any],
-        answer: Callable[[list[Any]], list[Any]],
-        batch: int,
-        order: Callable[[Any], Any],
-        alike: Callable[[Any], Any] = lambda item: None,
-    ) -> list[Any]:
-        """Answers in the order of ``items``; those not known yet are asked for in sorted batches of like ones."""
-        keys = [self._key(kind, item) for item in items]
-        open_items = {key: item for key, item in zip(keys, items, strict=True) if key not in self.known}
-        waiting = sorted(open_items.items(), key=lambda pair: order(pair[1]))
-        groups = list(_groups(waiting, batch, lambda pair: alike(pair[1])))
-        for group in progress(groups, f"lm-eval {kind}", total=len(groups)):
-            for (key, _), value in zip(group, answer([item for _, item in group]), strict=True):
-                self._keep(key, value)
-        return [self.known[key] for key in keys]
-
-    def _key(self, kind: str, item: Any) -> str:
-        return hashlib.sha256(json.dumps([self.identity, kind, item], sort_keys=True).encode()).hexdigest()
-
-    def _keep(self, key: str, value: Any) -> None:
-        self.known[key] = value
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([key, value]) + "\n")
-
-
-def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            key, value = json.loads(line)
-        except ValueError:
-            # The last line of a process that was killed while it wrote.
-            continue
-        yield key, value
-
-
-def _groups(items: list[Any], size: int, alike: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    group: list[Any] = []
-    for item in items:
-        if group and (len(group) == size or alike(item) != alike(group[0])):
-            yield group
-            group = []
-        group.append(item)
-    if group:
-        yield group
-
-
 def _score(logits_TV: Tensor, token_T: Tensor) -> tuple[float, bool]:
     """Sum of the tokens' log-probabilities, and whether each is the most likely one."""
     chosen_T = logits_TV.log_softmax(dim=-1).gather(1, token_T[:, None])[:, 0]
@@ -266,7 +206,9 @@ def _settings(options: dict[str, Any]) -> dict[str, Any]:
     """lm-eval's generation options as the engine takes them. Raises ConfigError for one that it has no match for."""
     settings = normalize_gen_kwargs(options)
     for name in set(settings) - _SAMPLING - _IGNORED - {"until", "max_gen_toks"}:
-        raise ConfigError(f"gen_kwargs.{name} is not known; allowed: until, max_gen_toks, {', '.join(sorted(_SAMPLING))}")
+        raise ConfigError(
+            f"gen_kwargs.{name} is not known; allowed: until, max_gen_toks, {', '.join(sorted(_SAMPLING))}"
+        )
     return {name: value for name, value in settings.items() if name not in _IGNORED}
 
 

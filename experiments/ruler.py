@@ -67,7 +67,12 @@ def _rows(cfg: DictConfig, engines: dict[str, Engine], samples: list[RulerSample
             seconds[label] += time.perf_counter() - started
     prefill_s = time.perf_counter() - begin - sum(seconds.values())
     return [
-        {**_head(cfg, label, engine), **_result(samples, answers[label]), "prefill_s": prefill_s, "answer_s": seconds[label]}
+        {
+            **_head(cfg, label, engine),
+            **_result(samples, answers[label]),
+            "prefill_s": prefill_s,
+            "answer_s": seconds[label],
+        }
         for label, engine in engines.items()
     ]
 

@@ -4,7 +4,7 @@ import pandas as pd
 
 from experiments.reporting.cells import arranged, fixed, in_order, length_text, percent, with_budget
 
-RULER_UNIT = ", score % (95 % interval: Wilson, or ~ bootstrap where samples have partial credit)"
+RULER_UNIT = ", score % (95 % interval: Wilson; ~ bootstrap, for partial credit)"
 NO_DATA = "no data"
 _IN_RECORDS_ONLY = ["scores", "ci95", "answers", "expected", "tokens"]
 

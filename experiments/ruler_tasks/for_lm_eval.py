@@ -24,9 +24,15 @@ def build(ruler_task: str, **settings: Any) -> dict[str, Any]:
 
     source = next((settings[key] for key in ("tokenizer", "pretrained", "model") if settings.get(key)), None)
     if source is None:
-        raise ConfigError("metadata.tokenizer is missing; allowed: a model source, as lengths are counted in its tokens")
+        raise ConfigError(
+            "metadata.tokenizer is missing; allowed: a model source, as lengths are counted in its tokens"
+        )
     files = DataFiles(**{name: settings[name] for name in ("essays", "squad", "hotpot") if name in settings})
-    sampler, length, seed = Sampler(load_tokenizer(source), files), settings.get("length", 4096), settings.get("seed", 42)
+    sampler, length, seed = (
+        Sampler(load_tokenizer(source), files),
+        settings.get("length", 4096),
+        settings.get("seed", 42),
+    )
     made = [sampler.sample(ruler_task, length, index, seed) for index in range(settings.get("samples", 500))]
     rows = [{"prompt": item.prompt, "answers": list(item.answers), "task": item.task} for item in made]
     return {"test": Dataset.from_list(rows)}

@@ -4,7 +4,7 @@ import hashlib
 import importlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,7 +52,7 @@ class Material:
     """What a generator draws on.  `count` gives the number of tokens of a text, special tokens not counted."""
 
     count: Callable[[str], int]
-    files: DataFiles = DataFiles()
+    files: DataFiles = field(default_factory=DataFiles)
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase", files: DataFiles | None = None) -> "Material":

@@ -56,7 +56,9 @@ class Needles:
         values = self._distinct(self.value_kind, size, rng, {*taken, *keys})
         return hide(needles, [self._needle(*pair) for pair in zip(keys, values, strict=True)], rng)
 
-    def _distinct(self, kind: str, count: int, rng: Random, taken: frozenset[str] | set[str] = frozenset()) -> list[str]:
+    def _distinct(
+        self, kind: str, count: int, rng: Random, taken: frozenset[str] | set[str] = frozenset()
+    ) -> list[str]:
         return distinct(count, lambda: _RANDOM[kind](rng), taken)
 
     def _needle(self, key: str, value: str) -> str:

@@ -1,9 +1,9 @@
 """Questions about documents, among which the gold ones are hidden (RULER paper arXiv 2404.06654, section 3.4).
 
-`qa_1` uses SQuAD (answerable questions), `qa_2` HotpotQA, from files in the JSON form of their authors. A sample has the
-documents of its question, then others of the same article, then any, shuffled; the pool repeats when it is too small.
-The shuffle is seeded per sample, where RULER's is the same for all samples of a length, which puts the gold document of
-every sample at the same place.
+`qa_1` uses SQuAD (answerable questions), `qa_2` HotpotQA, from files in the JSON form of their authors. A sample has
+the documents of its question, then others of the same article, then any, shuffled; the pool repeats when it is too
+small. The shuffle is seeded per sample, where RULER's is the same for all samples of a length, which puts the gold
+document of every sample at the same place.
 """
 
 import json

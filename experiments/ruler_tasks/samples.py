@@ -40,7 +40,7 @@ class Sampler:
     """
 
     tokenizer: "PreTrainedTokenizerBase"
-    files: DataFiles = DataFiles()
+    files: DataFiles = field(default_factory=DataFiles)
     folder: Path | None = field(default_factory=lambda: cache_folder() / "ruler")
 
     def __post_init__(self) -> None:

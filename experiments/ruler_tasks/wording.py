@@ -95,7 +95,9 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
 
 def _noise(tree: ast.Module) -> str:
     """The one literal that the haystack function assigns to its variable `haystack`."""
-    function = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "get_haystack")
+    function = next(
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "get_haystack"
+    )
     return next(
         node.value.value
         for node in ast.walk(function)

@@ -17,8 +17,9 @@ from dualdecoder.engine import Engine
 from dualdecoder.errors import CapacityError, ConfigError
 from experiments import lm_eval as experiment
 from experiments.harness import workload
+from experiments.harness.kept_answers import KeptAnswers
 from experiments.harness.rows import row_problem
-from experiments.lm_eval_model import DualDecoderLM, KeptAnswers
+from experiments.lm_eval_model import DualDecoderLM
 from experiments.ruler_tasks import OFFLINE_TASKS, TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,9 +55,7 @@ def dual(smollm2: Engine, **options: int) -> DualDecoderLM:
 
 def evaluate(model: object, *tasks: str, **settings: object) -> dict:
     manager = TaskManager(include_path=str(DATA), include_defaults=False)
-    return lm_eval.simple_evaluate(
-        model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, **settings
-    )
+    return lm_eval.simple_evaluate(model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, **settings)
 
 
 def likelihoods(results: dict) -> torch.Tensor:
@@ -75,7 +74,9 @@ def test_a_standard_task_gives_the_same_as_hf(full: DualDecoderLM, hf: HFLM) -> 
     assert perplexity[0] == pytest.approx(perplexity[1], rel=1e-3)
 
 
-def test_a_covering_budget_scores_as_full_kv_does_and_a_small_one_does_not(full: DualDecoderLM, smollm2: Engine) -> None:
+def test_a_covering_budget_scores_as_full_kv_does_and_a_small_one_does_not(
+    full: DualDecoderLM, smollm2: Engine
+) -> None:
     context = "The following list is long. " + "One, two, three and four. " * 30
     requests = [request("loglikelihood", context, more) for more in (" One, two, three", " Nothing of it", " and")]
     expected = torch.tensor([value for value, _ in full.loglikelihood(requests)])
@@ -200,16 +201,15 @@ def config(*overrides: str):
 
 
 def test_ruler_by_lm_eval_is_ruler(loaded, tmp_path: Path) -> None:
-    tasks = "tasks=[ruler_nv_niah_single_1,ruler_nv_niah_multivalue]"
-    rows = experiment.measure(
-        config(tasks, "method=full_kv", "metadata={length: 700, samples: 3}", f"results_dir={tmp_path}")
-    )
+    overrides = ("tasks=[ruler_nv_niah_single_1]", "method=full_kv", "metadata={length: 400, samples: 2}")
+    rows = experiment.measure(config(*overrides, f"results_dir={tmp_path}"))
     assert row_problem("lm_eval", rows) is None
-    by_task = {row["task"]: row for row in rows}
-    assert by_task["ruler_nv_niah_single_1"]["value"] == 100
-    assert {row["samples"] for row in rows} == {3} and {row["metric"] for row in rows} == {"ruler_score"}
+    [row] = rows
+    assert (row["task"], row["metric"], row["value"], row["samples"]) == (
+        "ruler_nv_niah_single_1", "ruler_score", 100, 2,
+    )  # fmt: skip
     kept = [json.loads(line) for line in (tmp_path / "lm_eval" / "kept" / "smollm2.jsonl").read_text().splitlines()]
-    assert len(kept) == 6
+    assert len(kept) == 2
 
 
 def test_there_is_a_task_file_for_each_of_the_13_and_a_group_of_the_eleven() -> None:

@@ -1,12 +1,9 @@
 """What RULER's samples hold, task by task, checked by readers that share no code with the generators."""
 
-import importlib
 import re
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from random import Random
-from string import Formatter
 from uuid import UUID
 
 import pytest
@@ -17,10 +14,9 @@ from dualdecoder.checkpoints import load_tokenizer
 from dualdecoder.errors import ConfigError
 from experiments.ruler_tasks import OFFLINE_TASKS, TASKS, DataFiles, NoData, RulerSample, Sampler
 from experiments.ruler_tasks import questions as qa
-from experiments.ruler_tasks.haystack import DEPTHS, hide, hide_in_prose, sentences
 from experiments.ruler_tasks.material import Material
 from experiments.ruler_tasks.wording import wording
-from experiments.ruler_tasks.words import all_words, distinct, distinct_words, random_number
+from experiments.ruler_tasks.words import all_words
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "qa"
 FILES = DataFiles(squad=str(DATA / "squad.json"), hotpot=str(DATA / "hotpot.json"))
@@ -52,7 +48,7 @@ def turns(sample: RulerSample) -> tuple[str, str]:
 
 
 def test_the_13_tasks_have_rulers_names_and_generated_tokens() -> None:
-    tokens = {name: 128 for name in VARIANTS} | {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
+    tokens = dict.fromkeys(VARIANTS, 128) | {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
     assert {name: task.new_tokens for name, task in TASKS.items()} == tokens
     assert all(task.name == name for name, task in TASKS.items())
     assert [name for name in TASKS if name not in OFFLINE_TASKS] == ["qa_1", "qa_2"]
@@ -87,7 +83,9 @@ def test_needles(sampler: Sampler, name: str) -> None:
 @pytest.mark.parametrize(("name", "singular"), [("niah_single_3", True), ("niah_multivalue", False)])
 def test_one_value_is_asked_for_in_the_singular(sampler: Sampler, name: str, singular: bool) -> None:
     question, prefix = turns(sampler.sample(name, 1024, 0))
-    words = ("A special", "is hidden", "What is the") if singular else ("Some special", "are hidden", "What are all the")
+    words = (
+        ("A special", "is hidden", "What is the") if singular else ("Some special", "are hidden", "What are all the")
+    )
     first, last = question.split("\n")[0], question.split("\n")[-1]
     assert first.startswith(words[0]) and words[1] in first and last.startswith(words[2])
     assert prefix.startswith(" The special magic uuid for " if singular else " The special magic numbers for ")
@@ -124,39 +122,6 @@ def test_essays_repeat_and_can_be_given_as_a_file(sampler: Sampler, tmp_path: Pa
         Material.of(sampler.tokenizer, DataFiles(essays="nowhere.txt")).essay_words(1)
     with pytest.raises(ConfigError, match=r"data\.essays='hub:one' is not understood"):
         Material.of(sampler.tokenizer, DataFiles(essays="hub:one")).essay_words(1)
-
-
-@given(st.integers(1, 30), st.integers(0, 30), st.integers())
-def test_hide_keeps_every_line_and_the_order_of_the_needles(size: int, needle_count: int, seed: int) -> None:
-    needles = [f"needle {i}" for i in range(min(size, needle_count))]
-    haystack = [f"hay {i}" for i in range(size)]
-    lines = hide(needles, haystack, Random(seed)).split("\n")
-    assert [line for line in lines if line in needles] == needles
-    assert [line for line in lines if line not in needles] == haystack
-
-
-@given(st.integers(1, 60), st.integers(1, 4), st.integers())
-def test_needles_in_prose_stand_between_sentences_at_rulers_depths(size: int, count: int, seed: int) -> None:
-    prose = [f"Sentence {i} ends." for i in range(size)]
-    needles = [f"Needle {i}." for i in range(count)]
-    found = sentences(hide_in_prose(needles, " ".join(prose), Random(seed)))
-    assert [part for part in found if part in prose] == prose
-    assert [part for part in found if part in needles] == needles
-    allowed = {int(size * depth / 100) for depth in DEPTHS}
-    places = [sum(part in prose for part in found[: found.index(needle)]) for needle in needles]
-    assert set(places) <= allowed
-
-
-def test_depths_are_40_even_ones() -> None:
-    assert len(set(DEPTHS)) == 40 and DEPTHS[0] == 0 and DEPTHS[-1] == 100
-    assert {b - a for a, b in pairwise(DEPTHS)} == {2, 3}
-
-
-def test_sentences_lose_nothing() -> None:
-    text = 'It rained. "Come in!" she said. He asked (why?) The end, e.g. this one. 3.5 miles? Yes.'
-    assert " ".join(sentences(text)) == text
-    assert sentences(text)[:2] == ["It rained.", '"Come in!" she said.']
-    assert "3.5 miles?" in sentences(text)
 
 
 def run_assignments(text: str) -> dict[str, list[str]]:
@@ -222,14 +187,6 @@ def test_cwe_answers_and_solved_example_are_the_most_common_words(
     assert len(example) == example_length
 
 
-def test_word_pool_is_that_of_wonderwords_3_as_in_ruler_and_grows_by_pairs() -> None:
-    assert len(all_words()) == len(set(all_words())) == 8166
-    assert sorted(distinct_words(8166, Random(0))) == list(all_words())
-    more = distinct_words(9000, Random(0))
-    assert len(set(more)) == 9000 and set(all_words()) < set(more)
-    assert all("-" in word for word in set(more) - set(all_words()))
-
-
 @pytest.mark.parametrize("length", [1024, 4096])
 def test_fwe_answers_are_ranks_two_to_four_of_a_zeta_distribution(sampler: Sampler, length: int) -> None:
     sample = sampler.sample("fwe", length, 1)
@@ -289,7 +246,11 @@ def test_own_documents_come_first_then_related_then_any_then_all_again(size: int
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("[]", "is not in the JSON form of SQuAD"), ("{", "is not in the JSON form"), ('{"data": []}', "holds no question")],
+    [
+        ("[]", "is not in the JSON form of SQuAD"),
+        ("{", "is not in the JSON form"),
+        ('{"data": []}', "holds no question"),
+    ],
 )
 def test_a_file_that_is_not_squad(sampler: Sampler, tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "squad.json"
@@ -303,39 +264,3 @@ def test_question_tasks_without_a_file_have_no_data_and_a_file_has_an_end(sample
         Sampler(sampler.tokenizer, folder=None).sample("qa_2", 1024, 0)
     with pytest.raises(ConfigError, match=r"samples: data\.hotpot holds 3 questions"):
         sampler.sample("qa_2", 1024, 3)
-
-
-FIELDS = {
-    "niah": {"type_needle_v", "context", "query"},
-    "niah_prefix": {"type_needle_v", "query"},
-    "needle": {"type_needle_v", "key", "value"},
-    "vt": {"context", "query"},
-    "vt_prefix": {"num_v", "query"},
-    "cwe": {"context"},
-    "fwe": {"context"},
-    "qa": {"context", "query"},
-    "document": {"i", "document"},
-}
-
-
-def test_every_template_has_its_fields_and_every_prefix_its_space() -> None:
-    for name, text in vars(wording()).items():
-        assert {field for _, field, _, _ in Formatter().parse(text) if field} == FIELDS.get(name, set()), name
-        assert text.startswith(" ") == name.endswith("_prefix") or name == "noise", name
-    assert wording().noise.count(".") == 5
-    assert "assgined" not in wording().vt_prefix and "assigned" in wording().vt_prefix
-
-
-def test_the_parsed_wording_is_that_of_the_imported_modules() -> None:
-    for name in ("cwe", "fwe"):
-        module = importlib.import_module(f"lm_eval.tasks.ruler.{name}_utils")
-        assert (getattr(wording(), name), getattr(wording(), f"{name}_prefix")) == (
-            module.CONFIG["template"],
-            module.CONFIG["answer_prefix"],
-        )
-
-
-def test_distinct_draws_again_instead_of_repeating() -> None:
-    rng = Random(0)
-    drawn = distinct(80, lambda: random_number(rng, 2), taken={str(n) for n in range(90, 100)})
-    assert sorted(drawn) == [str(n) for n in range(10, 90)]
