@@ -7,13 +7,14 @@ Tasks: those of ``experiments/lm_eval_tasks`` (RULER after NVIDIA), of the folde
 ``default_tasks=true`` all that come with lm-eval, most of which fetch their data over the network.
 """
 
+from pathlib import Path
 from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from dualdecoder.errors import require
-from experiments.harness.environment import ROOT
+from experiments.harness.environment import ROOT, code_hash
 from experiments.harness.points import results_folder, run_point
 from experiments.harness.workload import engine_for
 from experiments.reporting.terminal import show_point
@@ -35,8 +36,8 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
 
     require(len(cfg.tasks) > 0, "tasks", [], "one or more names of lm-eval tasks")
     engine = engine_for(cfg.model, cfg.method.name, cfg.method.options, cfg.device, cfg.dtype)
-    kept = results_folder(cfg.results_dir) / "lm_eval" / "kept" / f"{cfg.model.name}.jsonl" if cfg.resume else ""
-    model = DualDecoderLM(model=cfg.model.source, engine=engine, batch_size=cfg.batch, resume=str(kept))
+    resume = str(_kept(cfg)) if cfg.resume else ""
+    model = DualDecoderLM(model=cfg.model.source, engine=engine, batch_size=cfg.batch, resume=resume)
     manager = _task_manager(cfg)
     results = lm_eval.simple_evaluate(
         model=model,
@@ -48,6 +49,11 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
         random_seed=cfg.seed,
     )
     return [row for task in results["results"] for row in _rows(cfg, engine, task, results)]
+
+
+def _kept(cfg: DictConfig) -> Path:
+    """Where finished requests are kept: a file for each version of the code, as its answers may differ."""
+    return results_folder(cfg.results_dir) / "lm_eval" / "kept" / f"{cfg.model.name}-{code_hash()[:10]}.jsonl"
 
 
 def _task_manager(cfg: DictConfig) -> Any:

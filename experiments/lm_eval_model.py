@@ -78,7 +78,7 @@ class DualDecoderLM(TemplateLM):
 
     def _identity(self, model: str) -> str:
         engine = self.engine
-        return f"{model} {engine.model.dtype} {engine.method_name} {engine.config}"
+        return f"{model} {engine.model.dtype} {engine.model.device} {engine.method_name} {engine.config}"
 
     @property
     def eot_token_id(self) -> int:

@@ -24,6 +24,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 # Steps in a running mean: enough to see through the noise of one step.
 WINDOW = 8
 _SMALL_PRINT = 8
+# What is less is rounding, and has no place on a log axis.
+_LEAST_KL = 1e-6
 _CATEGORIES = ("weights", "kv", "landmarks", "outliers", "other")
 
 
@@ -92,20 +94,28 @@ def _ruler(axes: list[Axes], table: pd.DataFrame) -> None:
 
 def _fidelity(axes: list[Axes], table: pd.DataFrame) -> None:
     """Over the budget; a method without one is a line across."""
-    panels = {"kl_mean": "KL mean, nats", "top1_agreement": "top-1 agreement", "attention_mass": "attention mass"}
-    for axis, (value, title) in zip(axes, panels.items(), strict=True):
-        for name, number in _styles(table.assign(series=table["method"])).items():
-            lines = table[(table["method"] == name) & table[value].notna()]
-            if len(lines) and lines["budget"].isna().all():
-                axis.axhline(lines[value].mean(), label=name, linestyle=":", color=_line(number)["color"])
-            elif len(lines):
-                axis.plot(np.log2(lines["budget"]), lines[value], label=name, **_line(number))
-        budgets = sorted(table["budget"].dropna().unique())
-        axis.set_xticks(np.log2(budgets), [f"{budget:.0f}" for budget in budgets])
-        axis.set_xlabel("budget, tokens")
-        _title(axis, title)
-    axes[0].set_yscale("symlog", linthresh=1e-4)
-    _legend(axes[-1] if axes[-1].lines else axes[0])
+    table = table.assign(
+        kl_mean=table["kl_mean"].clip(lower=_LEAST_KL),
+        **{name: 100 * table[name] for name in ("top1_agreement", "attention_mass")},
+    )
+    _over_budget(axes[0], table, "kl_mean", f"KL mean, nats (from {_LEAST_KL:g} on)")
+    _over_budget(axes[1], table, "top1_agreement", "Top-1 agreement, %")
+    _over_budget(axes[2], table, "attention_mass", "Attention mass, %")
+    axes[0].set_yscale("log")
+    _legend(axes[2], of=axes[0])  # The first has every method; beside the last there is room.
+
+
+def _over_budget(axis: Axes, table: pd.DataFrame, value: str, title: str) -> None:
+    for name, number in _styles(table.assign(series=table["method"])).items():
+        lines = table[(table["method"] == name) & table[value].notna()]
+        if len(lines) and lines["budget"].isna().all():
+            axis.axhline(lines[value].mean(), label=name, linestyle=":", color=_line(number)["color"])
+        elif len(lines):
+            axis.plot(np.log2(lines["budget"]), lines[value], label=name, **_line(number))
+    budgets = sorted(table["budget"].dropna().unique())
+    axis.set_xticks(np.log2(budgets), [f"{budget:.0f}" for budget in budgets])
+    axis.set_xlabel("budget, tokens")
+    _title(axis, title)
 
 
 def _residency(axes: list[Axes], table: pd.DataFrame) -> None:
@@ -285,6 +295,7 @@ def _short(value: float) -> str:
     return f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
 
 
-def _legend(axis: Axes) -> None:
-    # Beside the axes: inside them it would hide bars.
-    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), handlelength=2.2, handleheight=1.2)
+def _legend(axis: Axes, of: Axes | None = None) -> None:
+    """Beside the axes: inside them it would hide bars. ``of``: other axes whose lines are named."""
+    named = (of or axis).get_legend_handles_labels()
+    axis.legend(*named, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), handlelength=2.2, handleheight=1.2)

@@ -21,6 +21,7 @@ from experiments.harness.kept_answers import KeptAnswers
 from experiments.harness.rows import row_problem
 from experiments.lm_eval_model import DualDecoderLM
 from experiments.ruler_tasks import OFFLINE_TASKS, TASKS
+from experiments.ruler_tasks.for_lm_eval import build, process_results
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data" / "lm_eval"
@@ -208,7 +209,7 @@ def test_ruler_by_lm_eval_is_ruler(loaded, tmp_path: Path) -> None:
     assert (row["task"], row["metric"], row["value"], row["samples"]) == (
         "ruler_nv_niah_single_1", "ruler_score", 100, 2,
     )  # fmt: skip
-    kept = [json.loads(line) for line in (tmp_path / "lm_eval" / "kept" / "smollm2.jsonl").read_text().splitlines()]
+    kept = [json.loads(line) for line in next(tmp_path.rglob("*.jsonl")).read_text().splitlines()]
     assert len(kept) == 2
 
 
@@ -223,6 +224,16 @@ def test_there_is_a_task_file_for_each_of_the_13_and_a_group_of_the_eleven() -> 
     for name, task in TASKS.items():
         text = (experiment.TASKS_FOLDER / f"ruler_nv_{name}.yaml").read_text()
         assert f"ruler_task: {name}\n" in text and f"max_gen_toks: {task.new_tokens}\n" in text
+
+
+def test_documents_of_the_question_tasks_and_their_score() -> None:
+    squad = ROOT / "tests" / "data" / "qa" / "squad.json"
+    documents = build("qa_1", model="smollm2", version=1.0, length=800, samples=2, squad=str(squad))["test"]
+    assert documents[0]["answers"] == ["1731", "in 1731"] and documents[0]["prompt"].endswith(" Answer:")
+    assert process_results(documents[0], ["It was 1731."]) == {"ruler_score": 100}
+    assert process_results({"task": "vt", "answers": ["AB", "CD"]}, ["ab"]) == {"ruler_score": 50}
+    with pytest.raises(ConfigError, match=r"metadata\.tokenizer is missing"):
+        build("vt")
 
 
 @pytest.mark.parametrize(

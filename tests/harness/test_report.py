@@ -239,9 +239,11 @@ def test_fidelity_reads_by_method_and_budget_and_is_drawn_over_the_budget(put, t
     ]
     divergence, agreement, mass = axes(tmp_path, "fidelity")
     assert [line.get_label() for line in divergence.get_lines()] == ["full_kv", "dualdecoder"]
-    assert divergence.get_lines()[1].get_ydata().tolist() == [0.05, 0.01]
+    assert divergence.get_lines()[1].get_ydata().tolist() == [0.05, 0.01] and divergence.get_yscale() == "log"
     assert [tick.get_text() for tick in agreement.get_xticklabels()] == ["64", "256"]
     assert [line.get_label() for line in mass.get_lines()] == ["dualdecoder"]
+    assert mass.get_lines()[0].get_ydata() == pytest.approx([90, 99])
+    assert legend(mass) == ["full_kv", "dualdecoder"]
 
 
 def test_lm_eval_reads_by_task_and_metric(put, tmp_path: Path) -> None:
