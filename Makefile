@@ -8,7 +8,7 @@ ARGS :=
 PROFILE := cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce report verify notebooks test coverage lint types format lock clean
+.PHONY: help setup reproduce ruler report verify notebooks test coverage lint types format lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,6 +17,9 @@ setup: $(STAMP) ## Install the locked environment into .venv (every other target
 
 reproduce: $(STAMP) ## Run the experiments of PROFILE=cpu (default), gpu or paper, then make the tables and figures
 	$(PYTHON) -m experiments.reproduce profile=$(PROFILE) $(ARGS)
+
+ruler: $(STAMP) ## Run RULER's offline tasks and fidelity in full, conf/ruler_grid.yaml (hours)
+	$(PYTHON) -m experiments.reproduce runs=conf/ruler_grid.yaml $(ARGS)
 
 report: $(STAMP) ## Make the tables and figures from the records that are there; no model, no GPU
 	$(PYTHON) -m experiments.report $(ARGS)

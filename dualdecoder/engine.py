@@ -247,6 +247,7 @@ class Engine:
         if method.rows == 1:
             return None
         if method.speculation == "draft":
+            assert self.draft is not None, "loaded before the prefill"
             return DraftSpeculator(self.draft, vocabulary, prompts, method.context)
         return SelfSpeculator(method.speculation, vocabulary, sampling.seed)
 

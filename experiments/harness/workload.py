@@ -1,5 +1,6 @@
 """What the experiments run on: engines from a config, and prompts of real text that ships with Python."""
 
+import copy
 import importlib
 from collections.abc import Iterable
 from functools import lru_cache
@@ -11,6 +12,7 @@ from rich.progress import track
 from dualdecoder.checkpoints import RANDOM_PREFIX
 from dualdecoder.engine import Engine
 from dualdecoder.errors import ConfigError, require
+from experiments.harness.environment import ROOT
 
 _QUESTION = (
     "\n\nUsing only the manual above, explain to a beginner which statements and expressions it describes, "
@@ -18,10 +20,41 @@ _QUESTION = (
 )
 
 
-def engine_for(model: DictConfig, method: str, options: dict[str, Any] | DictConfig) -> Engine:
-    """An engine of the configured model with a method; the weights are read once a process."""
+def engine_for(
+    model: DictConfig,
+    method: str,
+    options: dict[str, Any] | DictConfig,
+    device: str = "cpu",
+    dtype: str | None = None,
+) -> Engine:
+    """An engine of the configured model with a method; the weights are read once a process.
+
+    ``dtype``: instead of the model's own.
+    """
     plain = OmegaConf.to_container(options, resolve=True) if isinstance(options, DictConfig) else options
-    return _loaded(model.source, model.dtype).with_method(method, **plain)
+    return _loaded(model.source, dtype or model.dtype, device).with_method(method, **plain)
+
+
+def with_methods(cfg: DictConfig) -> DictConfig:
+    """``cfg`` with its list ``methods`` of names turned into name and options of each, from ``conf/method``.
+
+    Options may refer to fields of ``cfg``, such as ``${budget}``. A name without a file there is taken as it is (a
+    dotted path, say) with its default options. A config whose methods are looked up already comes back unchanged.
+    """
+    if OmegaConf.is_dict(cfg.methods):
+        return cfg
+    files = {name: ROOT / "conf" / "method" / f"{name}.yaml" for name in cfg.methods}
+    plain = {name: {"name": name, "options": {}} for name in files}
+    found = {name: OmegaConf.load(path) if path.is_file() else plain[name] for name, path in files.items()}
+    return with_value(cfg, "methods", found)
+
+
+def with_value(cfg: DictConfig, field: str, value: Any) -> DictConfig:
+    """A copy of ``cfg`` with another value in a field; what refers to the field follows it."""
+    changed = copy.deepcopy(cfg)
+    OmegaConf.set_struct(changed, False)
+    changed[field] = value
+    return changed
 
 
 def require_positive(cfg: DictConfig, *fields: str) -> None:
@@ -31,10 +64,10 @@ def require_positive(cfg: DictConfig, *fields: str) -> None:
 
 
 @lru_cache(maxsize=1)
-def _loaded(source: str, dtype: str) -> Engine:
+def _loaded(source: str, dtype: str, device: str) -> Engine:
     has_text = not source.startswith(RANDOM_PREFIX)
     require(has_text, "model.source", source, "a model with a tokenizer: smollm2, a folder, a GGUF file or a hub id")
-    return Engine.from_pretrained(source, method="full_kv", dtype=dtype)
+    return Engine.from_pretrained(source, dtype=dtype, device=device)
 
 
 @lru_cache(maxsize=1)

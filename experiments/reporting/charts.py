@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.reporting.cells import length_text
 from experiments.reporting.drawing import (
     SMALL_PRINT,
     bar_style,
@@ -19,7 +20,7 @@ from experiments.reporting.drawing import (
     numbered,
     title,
 )
-from experiments.reporting.tables import length_text, split
+from experiments.reporting.tables import split
 
 _PANEL_HEIGHT = 3.6
 _TOKENS = ("context", "length")

@@ -17,7 +17,7 @@ QUALITY_WORDS = "quality, computed on"
 IDEAL_WORDS = "ideal: weights and activations only, the paper's bound, not a system"
 # Bytes out of plan() are the same on every machine; quality is not a speed, but its last digits may depend on one.
 _PLANNED = ("residency",)
-_QUALITY = ("prediction", "ruler")
+_QUALITY = ("prediction", "ruler", "fidelity", "lm_eval")
 
 
 @dataclass(frozen=True)

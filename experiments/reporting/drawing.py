@@ -11,7 +11,7 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from experiments.reporting.tables import ORDERS, in_order
+from experiments.reporting.cells import ORDERS, in_order
 
 # Okabe and Ito: told apart with every common kind of colour blindness. In grey, hatches and markers tell apart.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
@@ -108,7 +108,7 @@ def _short(value: float) -> str:
     return f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
 
 
-def legend(axis: Axes) -> None:
-    """The series beside the axes."""
-    # Beside the axes: inside them it would hide bars.
-    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), handlelength=2.2, handleheight=1.2)
+def legend(axis: Axes, of: Axes | None = None) -> None:
+    """The series beside the axes: inside them they would hide bars. ``of``: other axes whose series are named."""
+    named = (of or axis).get_legend_handles_labels()
+    axis.legend(*named, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), handlelength=2.2, handleheight=1.2)

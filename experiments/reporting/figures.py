@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
+from experiments.reporting.cells import ORDERS, length_text, with_budget
 from experiments.reporting.collect import Section
 from experiments.reporting.drawing import (
     MARKERS,
@@ -26,19 +27,12 @@ from experiments.reporting.drawing import (
     save,
     title,
 )
-from experiments.reporting.tables import (
-    GIB,
-    ORDERS,
-    by_category,
-    headline,
-    length_text,
-    numbers,
-    split,
-    with_budget,
-)
+from experiments.reporting.tables import GIB, by_category, headline, numbers, split
 
 # Steps in a running mean: enough to see through the noise of one step.
 WINDOW = 8
+# What is less is rounding, and has no place on a log axis.
+_LEAST_KL = 1e-6
 _CATEGORIES = ("weights", "kv", "landmarks", "outliers", "other")
 
 
@@ -92,11 +86,36 @@ def _throughput(axes: list[Axes], table: pd.DataFrame) -> None:
 
 def _ruler(axes: list[Axes], table: pd.DataFrame) -> None:
     low, high = table["score"] - table["ci95_low"], table["ci95_high"] - table["score"]
-    groups = [f"{task}\n{length_text(length)}" for task, length in zip(table["task"], table["length"], strict=True)]
-    bars = table.assign(low=low, high=high, group=groups, series=with_budget(table)["method"], value=table["score"])
-    grouped_bars(axes[0], bars)
+    bars = table.assign(low=low, high=high, group=table["task"], series=with_budget(table)["method"])
+    grouped_bars(axes[0], bars.assign(value=table["score"]).dropna(subset=["value"]))
     axes[0].set_ylabel("score, % (lines: 95 % interval)")
     axes[0].set_ylim(0, 112)
+
+
+def _fidelity(axes: list[Axes], table: pd.DataFrame) -> None:
+    """Over the budget; a method without one is a line across."""
+    table = table.assign(
+        kl_mean=table["kl_mean"].clip(lower=_LEAST_KL),
+        **{name: 100 * table[name] for name in ("top1_agreement", "attention_mass")},
+    )
+    _over_budget(axes[0], table, "kl_mean", f"KL mean, nats (from {_LEAST_KL:g} on)")
+    _over_budget(axes[1], table, "top1_agreement", "Top-1 agreement, %")
+    _over_budget(axes[2], table, "attention_mass", "Attention mass, %")
+    axes[0].set_yscale("log")
+    legend(axes[2], of=axes[0])  # The first has every method; beside the last there is room.
+
+
+def _over_budget(axis: Axes, table: pd.DataFrame, value: str, name: str) -> None:
+    for name, number in method_styles(table.assign(series=table["method"])).items():
+        lines = table[(table["method"] == name) & table[value].notna()]
+        if len(lines) and lines["budget"].isna().all():
+            axis.axhline(lines[value].mean(), label=name, linestyle=":", color=line_style(number)["color"])
+        elif len(lines):
+            axis.plot(np.log2(lines["budget"]), lines[value], label=name, **line_style(number))
+    budgets = sorted(table["budget"].dropna().unique())
+    axis.set_xticks(np.log2(budgets), [f"{budget:.0f}" for budget in budgets])
+    axis.set_xlabel("budget, tokens")
+    title(axis, name)
 
 
 def _residency(axes: list[Axes], table: pd.DataFrame) -> None:
@@ -225,5 +244,6 @@ DRAWINGS: dict[str, Drawing] = {
     "residency": Drawing(_residency, 3, ("model", "dtype", "cap_bytes", "batch")),
     "prediction": Drawing(_prediction, 3, ("model", "prompt", "context", "budget")),
     "prediction_cache": Drawing(_caches, 2, ("model", "prompt", "context", "budget")),
-    "ruler": Drawing(_ruler, 1, ("model",)),
+    "ruler": Drawing(_ruler, 1, ("model", "length")),
+    "fidelity": Drawing(_fidelity, 3, ("model", "context")),
 }

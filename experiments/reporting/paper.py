@@ -13,11 +13,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from experiments.reporting.cells import in_order, length_text
 from experiments.reporting.charts import Chart, draw_chart
 from experiments.reporting.collect import Collection
 from experiments.reporting.drawing import save
 from experiments.reporting.files import Part, as_markdown, table_paths, write_files
-from experiments.reporting.tables import in_order, length_text
 
 GIB = 2**30
 # What is on the GPU whatever the method; the rest it needs only to keep its KV elsewhere. `kv` is the KV itself.

@@ -1,14 +1,14 @@
-"""The four tables: plain numbers for the CSV file, and the same numbers as texts, apart by model, for reading."""
+"""The tables: plain numbers for the CSV file, and the same numbers as texts, apart by model, for reading."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from experiments.reporting.cells import arranged, fixed, length_text, percent, with_budget
 from experiments.reporting.collect import Section
 from experiments.reporting.files import Part, write_files
 from experiments.reporting.gpu_tables import (
@@ -20,28 +20,18 @@ from experiments.reporting.gpu_tables import (
     step_numbers,
     step_texts,
 )
+from experiments.reporting.quality_tables import (
+    RULER_UNIT,
+    fidelity_numbers,
+    fidelity_texts,
+    harness_numbers,
+    harness_texts,
+    ruler_numbers,
+    ruler_texts,
+)
 
 GIB = 2**30
 MIB = 2**20
-# What a reader looks for first; all others follow by name.
-ORDERS = {
-    "method": (
-        "ideal",
-        "full_kv",
-        "dualdecoder",
-        "full_offload",
-        "shadowkv",
-        "specache",
-        "oasiskv",
-        "infinigen",
-        "quest",
-        "h2o",
-        "streaming_llm",
-    ),
-    "speculation": ("self", "random_first", "random"),
-    "cache": ("last set", "LRU", "optimum"),
-    "task": ("niah_*", "vt", "cwe"),
-}
 # Below this share of the total a category is not worth a name.
 _SMALL = 0.01
 
@@ -99,19 +89,6 @@ def headline(table: pd.DataFrame, without: Any = ()) -> str:
     return ", ".join(_HEADLINE[name](table[name].dropna().iloc[0]) for name in names)
 
 
-def in_order(table: pd.DataFrame, names: list[str]) -> pd.DataFrame:
-    """`table` sorted by the columns `names`: numbers by size, known names as in ORDERS, others after them."""
-    return table.sort_values(names, kind="stable", key=_ranks).reset_index(drop=True)
-
-
-def with_budget(table: pd.DataFrame) -> pd.DataFrame:
-    """`table` with the budget in the method's name if there are several of them."""
-    if table["budget"].nunique() < 2:
-        return table
-    pairs = zip(table["method"], table["budget"], strict=True)
-    return table.assign(method=[name if pd.isna(budget) else f"{name} ({budget:.0f})" for name, budget in pairs])
-
-
 def by_category(line: dict[str, Any]) -> dict[str, float]:
     """GPU bytes of a row of the residency table by category, largest first; the small ones together are "other"."""
     sizes = {name[4:-6]: size for name, size in line.items() if name.startswith("gpu_") and name.endswith("_bytes")}
@@ -121,29 +98,24 @@ def by_category(line: dict[str, Any]) -> dict[str, float]:
     return {**kept, "other": rest} if rest else kept
 
 
-def length_text(tokens: float) -> str:
-    """A number of tokens: 128K for 131072, and in full if it is no multiple of 1024."""
-    return f"{tokens / 1024:.0f}K" if tokens % 1024 == 0 else f"{tokens:.0f}"
-
-
 def _throughput(rows: pd.DataFrame) -> pd.DataFrame:
     quantiles = {f"step_ms_p{q}": [float(np.percentile(steps, q)) for steps in rows["step_ms"]] for q in (10, 50, 90)}
-    return _arranged(rows.drop(columns="step_ms").assign(**quantiles), ["model", "dtype", "context", "batch", "method"])
+    return arranged(rows.drop(columns="step_ms").assign(**quantiles), ["model", "dtype", "context", "batch", "method"])
 
 
 def _throughput_texts(table: pd.DataFrame) -> pd.DataFrame:
-    middle, low, high = (_fixed(table[f"step_ms_p{q}"], 1) for q in (50, 10, 90))
+    middle, low, high = (fixed(table[f"step_ms_p{q}"], 1) for q in (50, 10, 90))
     return pd.DataFrame(
         {
             "context": [length_text(value) for value in table["context"]],
-            "batch": _fixed(table["batch"], 0),
+            "batch": fixed(table["batch"], 0),
             "method": table["method"],
-            "tok/s": _fixed(table["tokens_per_s"], 1),
+            "tok/s": fixed(table["tokens_per_s"], 1),
             "step ms, median (p10-p90)": [f"{m} ({a}-{b})" for m, a, b in zip(middle, low, high, strict=True)],
-            "hit rate %": _percent(table["hit_rate"]),
-            "urgent MiB/step": _fixed(table["urgent_bytes_per_step"], 2, MIB),
-            "prefetched MiB/step": _fixed(table["prefetched_bytes_per_step"], 2, MIB),
-            "KV on GPU GiB": _fixed(table["kv_gpu_bytes"], 2, GIB),
+            "hit rate %": percent(table["hit_rate"]),
+            "urgent MiB/step": fixed(table["urgent_bytes_per_step"], 2, MIB),
+            "prefetched MiB/step": fixed(table["prefetched_bytes_per_step"], 2, MIB),
+            "KV on GPU GiB": fixed(table["kv_gpu_bytes"], 2, GIB),
         }
     )
 
@@ -155,7 +127,7 @@ def _residency(rows: pd.DataFrame) -> pd.DataFrame:
         for category in sorted({key for held in rows[place] for key in held})
     }
     keys = ["model", "dtype", "cap_bytes", "context", "batch", "method", "budget"]
-    return _arranged(rows.drop(columns=["gpu", "host"]).assign(**categories), keys)
+    return arranged(rows.drop(columns=["gpu", "host"]).assign(**categories), keys)
 
 
 def _residency_texts(table: pd.DataFrame) -> pd.DataFrame:
@@ -163,11 +135,11 @@ def _residency_texts(table: pd.DataFrame) -> pd.DataFrame:
         {
             "context": [length_text(value) for value in table["context"]],
             "method": with_budget(table)["method"],
-            "batch": _fixed(table["batch"], 0),
-            "GPU GiB": _fixed(table["gpu_total"], 2, GIB),
+            "batch": fixed(table["batch"], 0),
+            "GPU GiB": fixed(table["gpu_total"], 2, GIB),
             "GPU GiB by category": [_category_text(line) for line in table.to_dict("records")],
-            "GiB per sequence": _fixed(table["per_sequence_gpu"], 2, GIB),
-            "host GiB per sequence": _fixed(table["host_total"] / table["batch"], 2, GIB),
+            "GiB per sequence": fixed(table["per_sequence_gpu"], 2, GIB),
+            "host GiB per sequence": fixed(table["host_total"] / table["batch"], 2, GIB),
             "largest batch": [f"{batch:.0f}" if batch else "does not fit" for batch in table["largest_batch"]],
         }
     )
@@ -178,7 +150,7 @@ def _category_text(line: dict[str, Any]) -> str:
 
 
 def _prediction(rows: pd.DataFrame) -> pd.DataFrame:
-    return _arranged(rows, ["model", "prompt", "context", "budget", "speculation", "scope", "layer", "step"])
+    return arranged(rows, ["model", "prompt", "context", "budget", "speculation", "scope", "layer", "step"])
 
 
 def _prediction_texts(table: pd.DataFrame) -> pd.DataFrame:
@@ -187,18 +159,18 @@ def _prediction_texts(table: pd.DataFrame) -> pd.DataFrame:
         {
             "prompt": table["prompt"],
             "context": [length_text(value) for value in table["context"]],
-            "budget": _fixed(table["budget"], 0),
-            "steps": _fixed(table["steps"], 0),
+            "budget": fixed(table["budget"], 0),
+            "steps": fixed(table["steps"], 0),
             "speculation": table["speculation"],
-            "KV accuracy %": _percent(table["kv_accuracy"]),
-            "last-step reuse %": _percent(table["reuse"]),
-            "token accuracy %": _percent(table["token_accuracy"]),
+            "KV accuracy %": percent(table["kv_accuracy"]),
+            "last-step reuse %": percent(table["reuse"]),
+            "token accuracy %": percent(table["token_accuracy"]),
         }
     )
 
 
 def _caches(rows: pd.DataFrame) -> pd.DataFrame:
-    return _arranged(rows, ["model", "prompt", "context", "budget", "speculation", "cache", "capacity", "prefetch"])
+    return arranged(rows, ["model", "prompt", "context", "budget", "speculation", "cache", "capacity", "prefetch"])
 
 
 def _cache_texts(table: pd.DataFrame) -> pd.DataFrame:
@@ -210,41 +182,19 @@ def _cache_texts(table: pd.DataFrame) -> pd.DataFrame:
         {
             "prompt": both["prompt"],
             "context": [length_text(value) for value in both["context"]],
-            "budget": _fixed(both["budget"], 0),
+            "budget": fixed(both["budget"], 0),
             "speculation": both["speculation"],
             "cache": both["cache"],
             "capacity": [f"{value:g}x" for value in both["capacity"]],
-            "misses %": _percent(both["misses"]),
-            "misses with prefetch %": _percent(both["ahead"]),
-            "prefetched %": _percent(both["prefetched"]),
+            "misses %": percent(both["misses"]),
+            "misses with prefetch %": percent(both["ahead"]),
+            "prefetched %": percent(both["prefetched"]),
         }
     )
 
 
-def _ruler(rows: pd.DataFrame) -> pd.DataFrame:
-    ends = {"ci95_low": [ends[0] for ends in rows["ci95"]], "ci95_high": [ends[1] for ends in rows["ci95"]]}
-    # Single answers stay in the records.
-    rows = rows.drop(columns=["scores", "ci95", "answers", "expected"], errors="ignore").assign(**ends)
-    return _arranged(rows, ["model", "task", "length", "method", "budget"])
-
-
-def _ruler_texts(table: pd.DataFrame) -> pd.DataFrame:
-    """One line per task and length, one column per method (and budget)."""
-    score, low, high = (_fixed(table[name], 1) for name in ("score", "ci95_low", "ci95_high"))
-    keys = {
-        "task": table["task"],
-        "length": [length_text(value) for value in table["length"]],
-        "samples": _fixed(table["samples"], 0),
-    }
-    cells = [f"{s} ({a}-{b})" for s, a, b in zip(score, low, high, strict=True)]
-    named = pd.DataFrame({**keys, "method": with_budget(table)["method"], "cell": cells})
-    wide = named.pivot_table(index=list(keys), columns="method", values="cell", aggfunc=" / ".join, sort=False)
-    columns = with_budget(in_order(table, ["method", "budget"]))["method"].unique()
-    return wide[list(columns)].fillna("-").rename_axis(columns=None).reset_index()
-
-
 def _method_time(rows: pd.DataFrame) -> pd.DataFrame:
-    return _arranged(method_numbers(rows), ["model", "dtype", "context", "batch", "method"])
+    return arranged(method_numbers(rows), ["model", "dtype", "context", "batch", "method"])
 
 
 TABLES: dict[str, Table] = {
@@ -252,7 +202,9 @@ TABLES: dict[str, Table] = {
     "residency": Table(_residency, _residency_texts, ("model", "dtype", "cap_bytes")),
     "prediction": Table(_prediction, _prediction_texts, ("model",)),
     "prediction_cache": Table(_caches, _cache_texts, ("model",), unit=", % of the selection"),
-    "ruler": Table(_ruler, _ruler_texts, ("model",), unit=", score % (95 % interval)"),
+    "ruler": Table(ruler_numbers, ruler_texts, ("model", "length"), unit=RULER_UNIT),
+    "fidelity": Table(fidelity_numbers, fidelity_texts, ("model", "context")),
+    "lm_eval": Table(harness_numbers, harness_texts, ("model",)),
     "step_time": Table(step_numbers, step_texts, ("model", "context", "selection", "host_kv")),
     "method_time": Table(_method_time, method_texts, ("model", "dtype", "context")),
     "attention_time": Table(lambda rows: rows, attention_texts, ("model", "dtype", "context")),
@@ -266,33 +218,10 @@ _HEADLINE: dict[str, Callable[[Any], str]] = {
     "dtype": str,
     "prompt": str,
     "context": lambda tokens: f"context {length_text(tokens)}",
+    "length": lambda tokens: f"length {length_text(tokens)}",
     "batch": lambda batch: f"batch {batch:.0f}",
     "budget": lambda budget: f"budget {budget:.0f}",
     "selection": str,
     "host_kv": lambda text: f"host KV {text}",
     "cap_bytes": lambda size: f"cap {size / GIB:g} GiB",
 }
-
-
-def _arranged(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    others = [name for name in frame.columns if name not in keys]
-    return in_order(frame[keys + others], keys)
-
-
-def _ranks(column: pd.Series) -> pd.Series:
-    if column.name not in ORDERS:
-        return column
-    return column.map(lambda name: f"{_position(ORDERS[column.name], name):03d} {name}")
-
-
-def _position(order: tuple[str, ...], name: str) -> int:
-    return next((place for place, pattern in enumerate(order) if fnmatchcase(name, pattern)), len(order))
-
-
-def _percent(shares: pd.Series) -> list[str]:
-    return _fixed(shares, 1, 0.01)
-
-
-def _fixed(values: pd.Series, digits: int, unit: float = 1) -> list[str]:
-    """Numbers in multiples of `unit` with so many digits after the point; a dash for nothing."""
-    return ["-" if pd.isna(value) else f"{value / unit:.{digits}f}" for value in values]

@@ -1,20 +1,39 @@
-"""RULER long-context tasks: four generators, length fitting and the official score.
+"""RULER version 1: generators of all 13 tasks, length fitting and the official score.
 
-The tasks, their parameters and their scoring follow RULER version 1 (paper arXiv 2404.06654; parameters in
-NVIDIA/RULER `scripts/synthetic.yaml`).  The sentences of the prompts are our own: they have the structure and carry
-the information of the originals, but not their words, and no prefix starts or ends with a space.  Absolute scores are
-therefore NOT comparable with published RULER tables; compare two models or two decoders on the same samples instead.
+Tasks, parameters, prompts and scoring follow NVIDIA/RULER (paper arXiv 2404.06654, commit c3f5e3b4); the sentences are
+read from the installed lm-eval (`wording.py`). Where lm-eval's port departs from NVIDIA's code we follow NVIDIA: the
+worked example of `cwe` is sent, answer prefixes start with a space, units of noise are joined by newlines, the chat
+template and the generated tokens count towards the length, essays start again at their end, `qa` scores any match,
+scores go from 0 to 100.
 
-Other deliberate differences: keys and values are distinct within a sample, the worked example of `vt` has a fixed
-number of noise units instead of a token limit, the value it tracks never equals the one asked for, and lengths are
-fitted per sample.
+Deliberate differences from NVIDIA's code:
+- the shipped essay haystack is Python's manual, unless a file is given (`material.py`);
+- every sample has a random source of its own, from task, length, seed and index, where NVIDIA shuffles needles, word
+  lists and documents in the same way in all samples;
+- keys and values are distinct within a sample, and the value of the worked example of `vt` is never the one asked for;
+- lengths are fitted per sample, to one unit of haystack, so samples are a little fuller;
+- making a sentence singular changes the task's template only, never the model's chat template;
+- beyond 8,166 distinct words `cwe` goes on with adjective-noun pairs (from about 200K tokens).
 
-A further task is a module that defines one `RulerTask`, plus one entry in `registry.py`.
+A further task is a module that defines a `RulerTask`, plus one entry in `registry.py`.
 """
 
-from experiments.ruler_tasks.registry import TASKS
-from experiments.ruler_tasks.samples import make_sample
+from experiments.ruler_tasks.material import DataFiles, NoData
+from experiments.ruler_tasks.registry import OFFLINE_TASKS, TASKS
+from experiments.ruler_tasks.samples import Sampler, task_named
 from experiments.ruler_tasks.scoring import score
-from experiments.ruler_tasks.task import Draft, RulerSample, RulerTask
+from experiments.ruler_tasks.task import Draft, Request, RulerSample, RulerTask
 
-__all__ = ["TASKS", "Draft", "RulerSample", "RulerTask", "make_sample", "score"]
+__all__ = [
+    "OFFLINE_TASKS",
+    "TASKS",
+    "DataFiles",
+    "Draft",
+    "NoData",
+    "Request",
+    "RulerSample",
+    "RulerTask",
+    "Sampler",
+    "score",
+    "task_named",
+]

@@ -1,9 +1,18 @@
-"""The noise haystack and the hiding of lines in a haystack."""
+"""Haystacks of lines and of prose, and the hiding of needles in them."""
 
+import re
 from random import Random
 
-NOISE = "Leaves are green. Water is blue. Sand is yellow. Off we go. Soon we come home again."
-"""One unit of noise: five short sentences that say nothing of use."""
+# RULER's 40 depths in per cent, evenly spaced and rounded.
+DEPTHS = tuple(round(100 * step / 39) for step in range(40))
+# A sentence ends at a full stop, question or exclamation mark, or at what closes after it, before a space and the start
+# of another one. Abbreviations such as "Mr." end sentences too: needles only need places to stand, not grammar.
+_SENTENCE_END = re.compile(r"(?:(?<=[.?!])|(?<=[.?!][\"')\]]))\s+(?=[\"'(\[]?[A-Z0-9])")
+
+
+def sentences(text: str) -> list[str]:
+    """`text` split after its sentences.  RULER uses the Punkt model of nltk, which is a download."""
+    return _SENTENCE_END.split(text)
 
 
 def hide(needles: list[str], haystack: list[str], rng: Random) -> str:
@@ -19,3 +28,14 @@ def hide(needles: list[str], haystack: list[str], rng: Random) -> str:
             lines.append(before[position])
         lines.append(line)
     return "\n".join(lines)
+
+
+def hide_in_prose(needles: list[str], text: str, rng: Random) -> str:
+    """Return `text` with each needle between two sentences, at different ones of RULER's depths."""
+    prose = sentences(text)
+    places = sorted(int(len(prose) * depth / 100) for depth in rng.sample(DEPTHS, len(needles)))
+    ends = [*places, len(prose)]
+    parts = [" ".join(prose[: places[0]])]
+    for needle, start, end in zip(needles, places, ends[1:], strict=True):
+        parts += [needle, " ".join(prose[start:end])]
+    return " ".join(part for part in parts if part)

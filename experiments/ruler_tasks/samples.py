@@ -1,53 +1,134 @@
-"""From a task, a tokenizer and a length to a sample."""
+"""From a task, a tokenizer and a length to a sample, kept on disk."""
 
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
+from dualdecoder.checkpoints import cache_folder
 from dualdecoder.errors import ConfigError
 from experiments.ruler_tasks.fitting import fit
+from experiments.ruler_tasks.material import DataFiles, Material, NoData
 from experiments.ruler_tasks.registry import TASKS
-from experiments.ruler_tasks.task import RulerSample
+from experiments.ruler_tasks.task import Draft, Request, RulerSample, RulerTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-def _chat_prompt(tokenizer: "PreTrainedTokenizerBase", question: str, prefix: str) -> str:
-    """Return the question in the chat template, followed by the opening of the answer."""
-    messages = [{"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + prefix
+VERSION = 1
+"""To be raised when the same request would give another sample."""
 
 
-def make_sample(
-    task: str, tokenizer: "PreTrainedTokenizerBase", length: int, index: int, seed: int = 42
-) -> RulerSample:
-    """Return one sample; equal arguments give equal samples in every process.
+def task_named(name: str) -> RulerTask:
+    """The task called `name`. Raises ConfigError listing all."""
+    if name not in TASKS:
+        raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
+    return TASKS[name]
 
-    The sample is the largest one that fits: chat template, question, opening of the answer and generated tokens
-    together take at most `length` tokens, and one more unit of haystack would take more.
 
-    Args:
-        task: a name in `TASKS`.
-        tokenizer: a Hugging Face tokenizer with a chat template.
-        length: limit in tokens; any integer, not only powers of two.
-        index: number of the sample; each index gives other random choices.
-        seed: changes the random choices of all samples.
+@dataclass(frozen=True)
+class Sampler:
+    """Makes samples for one tokenizer and keeps them in `folder`; with None nothing is kept.
 
-    Raises:
-        ConfigError: unknown `task`, a `tokenizer` without chat template, or a `length` that the task cannot fill or
-            that cannot hold its smallest prompt.
+    A kept sample is found by the hash of everything that it depends on: task, length, seed, tokenizer with its chat
+    template, data files, and the versions of this code and of the packages that the words come from.
     """
-    if task not in TASKS:
-        raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
-    if tokenizer.chat_template is None:
-        raise ConfigError("tokenizer must have a chat template: use the tokenizer of an instruction-tuned model")
-    variant = TASKS[task].for_length(length)
 
-    def draw(size: int) -> RulerSample:
-        draft = variant.build(size, Random(f"{task}/{length}/{seed}/{index}"))
-        prompt = _chat_prompt(tokenizer, draft.question, draft.prefix)
+    tokenizer: "PreTrainedTokenizerBase"
+    files: DataFiles = field(default_factory=DataFiles)
+    folder: Path | None = field(default_factory=lambda: cache_folder() / "ruler")
+
+    def __post_init__(self) -> None:
+        if self.tokenizer.chat_template is None:
+            raise ConfigError("tokenizer must have a chat template: use the tokenizer of an instruction-tuned model")
+
+    def sample(self, task: str, length: int, index: int, seed: int = 42) -> RulerSample:
+        """Return one sample; equal arguments give equal samples in every process.
+
+        The sample is the largest one that fits: chat template, question, opening of the answer and generated tokens
+        together take at most `length` tokens, and one more unit of haystack would take more.
+
+        Args:
+            task: a name in `TASKS`.
+            length: limit in tokens; any integer, not only powers of two.
+            index: number of the sample; each index gives other random choices.
+            seed: changes the random choices of all samples.
+
+        Raises:
+            NoData: the data set of `task` is not given.
+            ConfigError: unknown `task`, or a `length` that cannot hold its smallest prompt.
+        """
+        chosen = task_named(task)
+        if chosen.needs and not getattr(self.files, chosen.needs):
+            raise NoData(f"task {task!r} has no data: data.{chosen.needs} is empty")
+        path = self._path(chosen, length, index, seed)
+        if path is not None and (kept := _read(path)) is not None:
+            return self._encoded(chosen, length, index, *kept)
+        made = self._make(chosen, length, index, seed)
+        if path is not None:
+            _write(path, made)
+        return made
+
+    def _make(self, task: RulerTask, length: int, index: int, seed: int) -> RulerSample:
+        request = Request(length, index, Material.of(self.tokenizer, self.files))
+
+        def draw(size: int) -> RulerSample:
+            draft = task.build(size, Random(f"{task.name}/{length}/{seed}/{index}"), request)
+            return self._encoded(task, length, index, self._prompt(draft), draft.answers)
+
+        return fit(draw, task, length)
+
+    def _prompt(self, draft: Draft) -> str:
+        """The question in the chat template, followed by the opening of the answer."""
+        messages = [{"role": "user", "content": draft.question}]
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + draft.prefix
+
+    def _encoded(self, task: RulerTask, length: int, index: int, prompt: str, answers: tuple[str, ...]) -> RulerSample:
         # The template writes the special tokens, BOS included, so the tokenizer must not add them again.
-        token_ids = tuple(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-        return RulerSample(task, length, index, prompt, token_ids, draft.answers, variant.new_tokens)
+        token_ids = tuple(self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"])
+        return RulerSample(task.name, length, index, prompt, token_ids, answers, task.new_tokens)
 
-    return fit(draw, variant, length)
+    def _path(self, task: RulerTask, length: int, index: int, seed: int) -> Path | None:
+        if self.folder is None:
+            return None
+        packages = {name: version(name) for name in ("wonderwords", "lm_eval")}
+        parts = [VERSION, task.name, length, seed, tokenizer_digest(self.tokenizer), self.files.digests(), packages]
+        key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+        return self.folder / f"{task.name}-{length}-{key}" / f"{index}.json"
+
+
+_DIGESTS: dict[int, tuple[object, str | None, str]] = {}
+
+
+def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """SHA-256 of what a tokenizer does to a text, its chat template included."""
+    known = _DIGESTS.get(id(tokenizer))
+    # The object is kept beside its digest, so that no other one can get its id.
+    if known is None or known[1] != tokenizer.chat_template:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        rules = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+        digest = hashlib.sha256(f"{rules}\0{tokenizer.chat_template}".encode()).hexdigest()
+        known = _DIGESTS[id(tokenizer)] = (tokenizer, tokenizer.chat_template, digest)
+    return known[2]
+
+
+def _read(path: Path) -> tuple[str, tuple[str, ...]] | None:
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return kept["prompt"], tuple(kept["answers"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _write(path: Path, sample: RulerSample) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Written aside and renamed: what an interrupted process leaves behind is never taken for a sample.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump({"prompt": sample.prompt, "answers": sample.answers}, file)
+    os.replace(temporary, path)

@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Literal
+
+from experiments.ruler_tasks.material import Material
 
 
 @dataclass(frozen=True)
@@ -21,30 +24,37 @@ class Draft:
 
 
 @dataclass(frozen=True)
+class Request:
+    """Which sample is wanted: RULER's `length` in tokens, the number of the sample, and its texts."""
+
+    length: int
+    index: int
+    material: Material
+
+
+Build = Callable[[int, Random, Request], Draft]
+"""Makes a draft from a haystack size and a random source; equal inputs give equal drafts."""
+
+
+@dataclass(frozen=True)
 class RulerTask:
     """A generator of questions whose haystack grows with an integer size.
 
     Attributes:
         name: RULER's name of the task.
         new_tokens: tokens the model may generate (NVIDIA/RULER `scripts/data/synthetic/constants.py`).
-        build: makes a draft from a haystack size and a random source; equal inputs give equal drafts.
+        build: makes the question.
         min_size: smallest haystack size `build` takes.  Sizes step by one; the unit is the task's own.
-        max_size: largest haystack size `build` takes, or None when only memory limits it.
-        short: the task to use instead at lengths below `short_below`, or None.
-        short_below: length in tokens under which `short` applies.
+        match: `all` scores the share of gold strings found, `any` whether one of them is found.
+        needs: name of the data file without which there is no sample, or empty.
     """
 
     name: str
     new_tokens: int
-    build: Callable[[int, Random], Draft]
+    build: Build
     min_size: int
-    max_size: int | None = None
-    short: "RulerTask | None" = None
-    short_below: int = 0
-
-    def for_length(self, length: int) -> "RulerTask":
-        """Return the variant of this task that RULER uses at `length` tokens."""
-        return self.short if self.short is not None and length < self.short_below else self
+    match: Literal["all", "any"] = "all"
+    needs: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Random words, keys, numbers and names.
+"""Random words, keys, numbers, names and UUIDs.
 
 The words come from wonderwords, as in RULER; other releases of that package can give other samples.
 """
@@ -6,7 +6,8 @@ The words come from wonderwords, as in RULER; other releases of that package can
 from collections.abc import Callable, Collection
 from functools import cache
 from random import Random
-from string import ascii_uppercase
+from string import ascii_lowercase, ascii_uppercase
+from uuid import UUID
 
 from wonderwords import RandomWord
 
@@ -33,9 +34,32 @@ def random_number(rng: Random, digits: int) -> str:
     return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
 
+def random_uuid(rng: Random) -> str:
+    """Return a random UUID of version 4."""
+    return str(UUID(int=rng.getrandbits(128), version=4))
+
+
+def random_code(rng: Random, letters: int) -> str:
+    """Return a random word of `letters` small letters."""
+    return "".join(rng.choices(ascii_lowercase, k=letters))
+
+
 def random_name(rng: Random, letters: int) -> str:
     """Return a random name of `letters` capital letters."""
     return "".join(rng.choices(ascii_uppercase, k=letters))
+
+
+def distinct_words(count: int, rng: Random) -> list[str]:
+    """Return `count` different words in random order.
+
+    Beyond wonderwords' 8,166 words (about 200K tokens of `cwe`) adjective-noun pairs join them; RULER then takes its
+    words from another list, of 8.6 MB, which is not shipped here.
+    """
+    words = all_words()
+    if count <= len(words):
+        return rng.sample(words, count)
+    pairs = distinct(count - len(words), lambda: random_key(rng), taken=frozenset(words))
+    return rng.sample([*words, *pairs], count)
 
 
 def distinct(count: int, draw: Callable[[], str], taken: Collection[str] = ()) -> list[str]:

@@ -17,18 +17,20 @@ from dualdecoder.checkpoints import named_shape
 from dualdecoder.engine import Engine
 from dualdecoder.errors import ConfigError
 from dualdecoder.method import method_config
-from experiments import prediction, residency, ruler, throughput
+from experiments import fidelity, prediction, residency, ruler, throughput
 from experiments.__main__ import experiments
 from experiments.harness import workload
 from experiments.harness.environment import visible_gpus
 from experiments.harness.records import load_records
 from experiments.harness.rows import row_problem
-from experiments.harness.statistics import wilson_interval
+from experiments.harness.statistics import mean_interval, wilson_interval
 from experiments.reproduce import PROFILES, read_profile
+from experiments.ruler_tasks import OFFLINE_TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
-EXPERIMENTS = ("throughput", "residency", "prediction", "ruler")
+REPRODUCED = ("throughput", "residency", "prediction", "ruler", "fidelity")
+EXPERIMENTS = (*REPRODUCED, "lm_eval")
 GPU_EXPERIMENTS = ("step_time", "method_time", "attention_time", "kernel_time", "prefill_time")
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 HARDWARE = sorted(path.stem for path in (CONF / "hardware").glob("*.yaml"))
@@ -43,7 +45,7 @@ def config(name: str, *overrides: str):
 @pytest.fixture
 def loaded(smollm2: Engine, monkeypatch) -> None:
     """The session's model instead of another copy of it."""
-    monkeypatch.setattr(workload, "_loaded", lambda source, dtype: smollm2)
+    monkeypatch.setattr(workload, "_loaded", lambda *arguments: smollm2)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -69,13 +71,13 @@ def test_every_hardware_config_is_a_cap(hardware: str) -> None:
     assert cfg.hardware.name == hardware and cfg.hardware.gpu_budget_gib > 0
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-def test_reproduce_runs_compose(profile: str) -> None:
-    runs = read_profile(ROOT / PROFILES[profile]).runs
+@pytest.mark.parametrize("path", [*PROFILES.values(), "conf/ruler_grid.yaml"])
+def test_lists_of_runs_compose(path: str) -> None:
+    runs = read_profile(ROOT / path).runs
     for run in runs:
         single = [item if "[" in item else item.split(",")[0] for item in run.overrides if item != "-m"]
         OmegaConf.resolve(config(run.experiment, *single))
-    assert profile != "cpu" or {run.experiment for run in runs} == set(EXPERIMENTS)
+    assert path != PROFILES["cpu"] or {run.experiment for run in runs} == set(REPRODUCED)
 
 
 def test_every_experiment_has_a_primary_config_that_offers_a_dry_run_and_a_retry() -> None:
@@ -108,6 +110,11 @@ def test_the_command_lists_the_experiments_and_knows_what_hydra_does_not(tmp_pat
     assert result.returncode == 0, result.stderr
     assert len(re.findall(r"^to do: .*: time unknown, \d+\.\d\d GiB planned$", result.stdout, re.MULTILINE)) == 2
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_the_ruler_grid_holds_all_offline_tasks() -> None:
+    [grid] = [run for run in read_profile(CONF / "ruler_grid.yaml").runs if run.experiment == "ruler"]
+    assert f"task={','.join(OFFLINE_TASKS)}" in grid.overrides
 
 
 def test_residency_rows() -> None:
@@ -175,8 +182,65 @@ def test_ruler_rows(loaded) -> None:
     for row in rows:
         assert len(row["answers"]) == len(row["scores"]) == 3
         assert row["score"] == pytest.approx(sum(row["scores"]) / 3)
+        assert max(row["tokens"]) <= 400
+        assert (row["interval"], row["prefill_s"]) == ("wilson", rows[0]["prefill_s"])
     # The needle is found by the exact method, so the prompt and the answer are put together rightly.
     assert rows[0]["score"] == 100
+
+
+def test_ruler_prefills_a_sample_once_however_many_methods_answer_it(loaded, monkeypatch) -> None:
+    prefilled: list[int] = []
+    prefill = Engine.prefill
+    monkeypatch.setattr(Engine, "prefill", lambda self, ids: prefilled.append(len(ids)) or prefill(self, ids))
+    monkeypatch.setattr(ruler, "_answer", lambda engine, snapshots, new_tokens: [engine.method_name] * len(snapshots))
+    methods = "methods=[full_kv,dualdecoder,baselines.full_kv:FullKV]"
+    rows = ruler.measure(config("ruler", methods, "length=400", "samples=3", "batch=2"))
+    assert len(prefilled) == 3
+    assert [row["answers"] for row in rows] == [
+        [name] * 3 for name in ("full_kv", "dualdecoder", "baselines.full_kv:FullKV")
+    ]
+
+
+def test_ruler_without_a_data_set_says_so_and_gives_no_score(loaded) -> None:
+    rows = ruler.measure(config("ruler", "task=qa_1", "length=1024"))
+    assert row_problem("ruler", rows) is None
+    assert [(row["method"], row["samples"], row["score"]) for row in rows] == [
+        ("full_kv", 0, None),
+        ("dualdecoder", 0, None),
+    ]
+
+
+def test_ruler_questions_score_any_gold_string(loaded, monkeypatch) -> None:
+    monkeypatch.setattr(ruler, "_answer", lambda engine, snapshots, new_tokens: ["It was 1731."])
+    files = f"data.squad={ROOT}/tests/data/qa/squad.json"
+    rows = ruler.measure(config("ruler", "task=qa_1", "length=800", "samples=1", files))
+    assert [row["score"] for row in rows] == [100, 100]
+
+
+def test_methods_are_recorded_with_their_options() -> None:
+    cfg = workload.with_methods(config("ruler", "budget=64", "methods=[dualdecoder,other.place:Method]"))
+    assert OmegaConf.to_container(cfg.methods, resolve=True) == {
+        "dualdecoder": {"name": "dualdecoder", "options": {"budget": 64}},
+        "other.place:Method": {"name": "other.place:Method", "options": {}},
+    }
+    assert workload.with_methods(cfg) is cfg
+    assert workload.with_value(cfg, "budget", 32).methods.dualdecoder.options.budget == 32
+
+
+def test_fidelity_rows(loaded) -> None:
+    overrides = ("context=200", "steps=6", "texts=2", "budgets=[32,256]")
+    rows = fidelity.measure(config("fidelity", *overrides))
+    assert row_problem("fidelity", rows) is None
+    assert [(row["method"], row["budget"]) for row in rows] == [
+        ("full_kv", None),
+        ("dualdecoder", 32),
+        ("dualdecoder", 256),
+    ]
+    full, small, covering = rows
+    assert (full["kl_mean"], full["top1_agreement"], full["attention_mass"]) == (0, 1, None)
+    assert covering["kl_mean"] == pytest.approx(0, abs=1e-5) and covering["attention_mass"] == pytest.approx(1)
+    assert small["kl_mean"] > 1e-4 and small["kl_p99"] > small["kl_mean"]
+    assert 0.3 < small["attention_mass"] < 0.999
 
 
 @pytest.mark.parametrize(
@@ -185,6 +249,13 @@ def test_ruler_rows(loaded) -> None:
         (ruler, ["samples=0"], "samples"),
         (ruler, ["task=nope"], "task"),
         (ruler, ["length=100"], "length"),
+        (ruler, ["length=9000"], "length=9000 is not allowed; allowed: at most 8192 tokens, the context of smollm2"),
+        (ruler, ["methods=[]"], "methods"),
+        (ruler, ["methods=[nope]"], "method='nope' is not known"),
+        (ruler, ["data.essays=nowhere.txt", "task=niah_single_2"], "data.essays='nowhere.txt' is not a file"),
+        (fidelity, ["steps=1"], "steps"),
+        (fidelity, ["methods=[]"], "methods"),
+        (fidelity, ["context=9000"], "context"),
         (throughput, ["steps=0"], "steps"),
         (throughput, ["batch=two"], "batch"),
         (throughput, ["context=900000"], "context"),
@@ -261,3 +332,12 @@ def test_wilson_interval() -> None:
     assert wilson_interval(0, 10) == pytest.approx([0, 27.75], abs=0.01)
     assert wilson_interval(100, 10) == pytest.approx([72.25, 100], abs=0.01)
     assert wilson_interval(50, 10) == pytest.approx([23.66, 76.34], abs=0.01)
+
+
+def test_mean_interval_is_wilsons_or_a_bootstraps() -> None:
+    assert mean_interval([100.0, 0.0, 100.0, 0.0]) == ("wilson", wilson_interval(50, 4))
+    assert mean_interval([40.0, 40.0]) == ("wilson", wilson_interval(40, 2))
+    kind, (low, high) = mean_interval([50.0, 75.0] * 50)
+    assert kind == "bootstrap"
+    # The standard error of 100 samples with a standard deviation of 12.5 is 1.25.
+    assert (low, high) == (pytest.approx(62.5 - 1.96 * 1.25, abs=0.5), pytest.approx(62.5 + 1.96 * 1.25, abs=0.5))

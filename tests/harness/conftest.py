@@ -114,6 +114,38 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         }
         for method, budget in (("full_kv", None), ("dualdecoder", 256))
     ],
+    "fidelity": [
+        {
+            "model": "tiny",
+            "method": method,
+            "budget": budget,
+            "attended_tokens": budget,
+            "context": 1024,
+            "steps": 33,
+            "texts": 2,
+            "kl_mean": kl,
+            "kl_p99": 10 * kl,
+            "top1_agreement": 1 - kl,
+            "attention_mass": mass,
+        }
+        for method, budget, kl, mass in (
+            ("dualdecoder", 256, 0.01, 0.99),
+            ("dualdecoder", 64, 0.05, 0.9),
+            ("full_kv", None, 0.0, None),
+        )
+    ],
+    "lm_eval": [
+        {
+            "task": "everyday",
+            "metric": "acc",
+            "model": "tiny",
+            "method": "full_kv",
+            "budget": None,
+            "value": 0.75,
+            "stderr": None,
+            "samples": 4,
+        }
+    ],
 }
 
 

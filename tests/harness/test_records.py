@@ -56,7 +56,7 @@ def test_a_file_that_is_no_record_is_named(put, tmp_path: Path, content: str) ->
     assert str(bad) in str(errors[0])
 
 
-@pytest.mark.parametrize("experiment", ["throughput", "residency", "prediction", "ruler"])
+@pytest.mark.parametrize("experiment", ["throughput", "residency", "prediction", "ruler", "fidelity", "lm_eval"])
 def test_each_row_field_is_required(put, rows, experiment: str) -> None:
     for field in rows[experiment][0]:
         row = {key: value for key, value in rows[experiment][0].items() if key != field}
@@ -91,6 +91,11 @@ def test_a_record_of_the_schema_before_is_read(put) -> None:
     del environment["launcher"]
     edit(path, schema=1, environment=environment)
     assert read_record(path).environment["launcher"] == "none"
+
+
+def test_a_task_without_data_has_no_score(put, rows) -> None:
+    nothing = {"score": None, "scores": None, "ci95": None, "samples": 0}
+    assert load_records(put("ruler", rows=[{**rows["ruler"][0], **nothing}]).parent)[0]
 
 
 def test_an_invalid_record_leaves_the_old_file(put) -> None:

@@ -190,7 +190,7 @@ def test_tables_hold_the_numbers_and_say_where_they_come_from(put, tmp_path: Pat
         tmp_path, "throughput"
     )
     assert "| 1K | 256 | 16 | self | 70.0 | 88.0 | - |" in text(tmp_path, "prediction")
-    assert "| vt | 1K | 2 | 75.0 (50.0-100.0) | 75.0 (50.0-100.0) |" in text(tmp_path, "ruler")
+    assert "| vt | 2 | 75.0 (50.0-100.0) | 75.0 (50.0-100.0) |" in text(tmp_path, "ruler")
     numbers = pd.read_csv(tmp_path / "tables" / "throughput.csv")
     assert numbers["step_ms_p50"].tolist() == [11.5, 11.5]
 
@@ -272,19 +272,67 @@ def test_prediction_has_one_decimal_and_the_seeds_in_order(put_prediction, tmp_p
     ]
 
 
-def test_ruler_has_one_decimal_and_tasks_and_methods_in_order(put, rows, tmp_path: Path) -> None:
+def test_ruler_has_tasks_and_methods_in_order_and_the_mean_of_what_all_have(put, rows, tmp_path: Path) -> None:
     tasks = ("cwe", "vt", "niah_single_1", "niah_multikey_2")
     put("ruler", rows=[{**row, "task": task} for task in tasks for row in rows["ruler"]][1:])
     build_report(tmp_path)
-    assert "## ruler: tiny, budget 256, score % (95 % interval)" in text(tmp_path, "ruler")
-    assert "| task | length | samples | full_kv | dualdecoder |" in text(tmp_path, "ruler")
+    assert "## ruler: tiny, length 1K, budget 256, score % (95 % interval: Wilson; ~ bootstrap" in text(
+        tmp_path, "ruler"
+    )
+    assert "| task | samples | full_kv | dualdecoder |" in text(tmp_path, "ruler")
     score = "75.0 (50.0-100.0)"
-    assert [[line[0], *line[3:]] for line in lines(tmp_path, "ruler")] == [
-        ["niah_multikey_2", score, score],
+    assert [[line[0], *line[2:]] for line in lines(tmp_path, "ruler")] == [
         ["niah_single_1", score, score],
+        ["niah_multikey_2", score, score],
         ["vt", score, score],
         ["cwe", "-", score],
+        ["mean of 3 tasks", "75.0", "75.0"],
     ]
+
+
+def test_ruler_has_a_table_a_length_and_marks_bootstraps_and_missing_data(put, rows, tmp_path: Path) -> None:
+    nothing = {"task": "qa_1", "score": None, "scores": None, "ci95": None, "interval": None, "samples": 0}
+    put(
+        "ruler",
+        rows=[
+            *({**row, "interval": "bootstrap"} for row in rows["ruler"]),
+            *({**row, **nothing} for row in rows["ruler"]),
+            *({**row, "length": 2048, "interval": "wilson"} for row in rows["ruler"]),
+        ],
+    )
+    build_report(tmp_path)
+    assert re.findall(r"## ruler: .* length (\w+),", text(tmp_path, "ruler")) == ["1K", "2K"]
+    assert lines(tmp_path, "ruler") == [
+        ["vt", "2", "75.0 (~50.0-100.0)", "75.0 (~50.0-100.0)"],
+        ["qa_1", "0", "no data", "no data"],
+        ["vt", "2", "75.0 (50.0-100.0)", "75.0 (50.0-100.0)"],
+    ]
+    assert len(axes(tmp_path, "ruler")) == 2
+    csv = pd.read_csv(tmp_path / "tables" / "ruler.csv")
+    assert csv["score"].isna().sum() == 2 and not (csv["score"] == 0).any()
+
+
+def test_fidelity_reads_by_method_and_budget_and_is_drawn_over_the_budget(put, tmp_path: Path) -> None:
+    put("fidelity")
+    build_report(tmp_path)
+    assert lines(tmp_path, "fidelity") == [
+        ["1K", "full_kv", "-", "-", "64", "0.0000", "0.0000", "100.0", "-"],
+        ["1K", "dualdecoder", "64", "64", "64", "0.0500", "0.5000", "95.0", "90.0"],
+        ["1K", "dualdecoder", "256", "256", "64", "0.0100", "0.1000", "99.0", "99.0"],
+    ]
+    divergence, agreement, mass = axes(tmp_path, "fidelity")
+    assert [line.get_label() for line in divergence.get_lines()] == ["full_kv", "dualdecoder"]
+    assert divergence.get_lines()[1].get_ydata().tolist() == [0.05, 0.01] and divergence.get_yscale() == "log"
+    assert [tick.get_text() for tick in agreement.get_xticklabels()] == ["64", "256"]
+    assert [line.get_label() for line in mass.get_lines()] == ["dualdecoder"]
+    assert mass.get_lines()[0].get_ydata() == pytest.approx([90, 99])
+    assert legend(mass) == ["full_kv", "dualdecoder"]
+
+
+def test_lm_eval_reads_by_task_and_metric(put, tmp_path: Path) -> None:
+    put("lm_eval")
+    build_report(tmp_path)
+    assert lines(tmp_path, "lm_eval") == [["everyday", "acc", "full_kv", "4", "0.750", "-"]]
 
 
 def test_the_residency_figure_shows_small_and_large_together(put_residency, tmp_path: Path) -> None:

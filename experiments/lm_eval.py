@@ -1,0 +1,99 @@
+"""Any lm-eval task through any KV method, recorded like every other experiment.
+
+    python -m experiments.lm_eval 'tasks=[ruler_nv_vt]' method=dualdecoder budget=256 'metadata={length: 2048}'
+    python -m experiments.lm_eval 'tasks=[gsm8k]' method=full_kv chat_template=true limit=20 default_tasks=true
+
+Tasks: those of ``experiments/lm_eval_tasks`` (RULER after NVIDIA), of the folder ``include``, and with
+``default_tasks=true`` all that come with lm-eval, most of which fetch their data over the network.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from dualdecoder.errors import require
+from experiments.harness.environment import ROOT, code_hash
+from experiments.harness.points import results_folder, run_point
+from experiments.harness.workload import engine_for
+from experiments.reporting.terminal import show_point
+
+TASKS_FOLDER = ROOT / "experiments" / "lm_eval_tasks"
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="lm_eval")
+def main(cfg: DictConfig) -> None:
+    """Record and print the tasks of one method."""
+    show_point(run_point("lm_eval", cfg, measure))
+
+
+def measure(cfg: DictConfig) -> list[dict[str, Any]]:
+    """One row a task and metric."""
+    import lm_eval
+
+    from experiments.lm_eval_model import DualDecoderLM
+
+    require(len(cfg.tasks) > 0, "tasks", [], "one or more names of lm-eval tasks")
+    engine = engine_for(cfg.model, cfg.method.name, cfg.method.options, cfg.device, cfg.dtype)
+    resume = str(_kept(cfg)) if cfg.resume else ""
+    model = DualDecoderLM(model=cfg.model.source, engine=engine, batch_size=cfg.batch, resume=resume)
+    manager = _task_manager(cfg)
+    results = lm_eval.simple_evaluate(
+        model=model,
+        tasks=_known(list(cfg.tasks), manager),
+        task_manager=manager,
+        num_fewshot=cfg.fewshot,
+        limit=cfg.limit,
+        apply_chat_template=cfg.chat_template,
+        random_seed=cfg.seed,
+    )
+    return [row for task in results["results"] for row in _rows(cfg, engine, task, results)]
+
+
+def _kept(cfg: DictConfig) -> Path:
+    """Where finished requests are kept: a file for each version of the code, as its answers may differ."""
+    return results_folder(cfg.results_dir) / "lm_eval" / "kept" / f"{cfg.model.name}-{code_hash()[:10]}.jsonl"
+
+
+def _task_manager(cfg: DictConfig) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    folders = [str(TASKS_FOLDER), *([cfg.include] if cfg.include else [])]
+    # The task manager, not simple_evaluate, is given the metadata: beside a manager the latter ignores it.
+    metadata = {"tokenizer": cfg.model.source, **OmegaConf.to_container(cfg.metadata, resolve=True)}
+    return TaskManager(include_path=folders, include_defaults=cfg.default_tasks, metadata=metadata)
+
+
+def _known(tasks: list[str], manager: Any) -> list[str]:
+    unknown = [task for task in tasks if task not in manager.all_tasks]
+    few = sorted(manager.all_tasks) if len(manager.all_tasks) < 50 else ["the tasks of lm-eval"]
+    require(not unknown, "tasks", unknown, f"{', '.join(few)} (see include and default_tasks)")
+    return tasks
+
+
+def _rows(cfg: DictConfig, engine: Any, task: str, results: dict[str, Any]) -> list[dict[str, Any]]:
+    found = results["results"][task]
+    head = {
+        "task": task,
+        "model": cfg.model.name,
+        "method": cfg.method.name,
+        "budget": getattr(engine.config, "budget", None),
+        "samples": results["n-samples"][task]["effective"],
+    }
+    # lm-eval names a value "metric,filter" and its standard error "metric_stderr,filter".
+    values = {name: value for name, value in found.items() if "," in name and "_stderr," not in name}
+    return [
+        {**head, "metric": name.removesuffix(",none"), "value": value, "stderr": _stderr(found, name)}
+        for name, value in values.items()
+    ]
+
+
+def _stderr(found: dict[str, Any], name: str) -> float | None:
+    metric, _, kind = name.partition(",")
+    value = found.get(f"{metric}_stderr,{kind}")
+    return value if isinstance(value, int | float) else None
+
+
+if __name__ == "__main__":
+    main()
