@@ -216,7 +216,10 @@ class LowBitCache:
     def fill_random(self, generator: torch.Generator) -> None:
         """Random codes, levels as of normal values, and a random ring, for measuring without a prompt."""
         for codes in (self.key_codes_BKPWD, self.value_codes_BKPWD):
-            _ = codes.normal_(generator=generator) if codes.is_floating_point() else codes.random_(generator=generator)
+            if self.bits == UNQUANTISED:
+                codes.normal_(generator=generator)
+            else:
+                codes.random_(generator=generator)
         for levels, dim in ((self.key_levels_BKNLD, 3), (self.value_levels_BKLCT, 2)):
             levels.select(dim, 0).fill_(1.0)
             levels.select(dim, 1).fill_(0.0 if self.bits == UNQUANTISED else (1 - 2**self.bits) / 2)

@@ -1,10 +1,10 @@
 """Products with packed keys and values in which dequantisation is folded into the other factor.
 
 A code becomes the float ``n = 1 + code / span`` by putting it into the fraction of a one: a shift and a logical
-operation for two neighbouring channels, no conversion. A number is ``zero + scale code``, so with ``f = span scale`` it
-is ``f n + (zero - f)``. Keys of a group share f per channel: q f goes into the product, and ``sum(q zero - q f)`` is
-added to all its tokens. Values have f per token: the same with the weights. Both sums use the factors as rounded for
-the product, so the ones cancel exactly.
+operation for two neighbouring channels, no conversion. A number is ``zero + scale code``, so with ``f = span scale``
+it is ``f n + (zero - f)``. Keys of a group share f per channel: q f goes into the product, and ``sum(q zero - q f)``
+is added to all its tokens. Values have f per token: the same with the weights. Both sums use the factors as rounded
+for the product, so the ones cancel exactly.
 Suffixes: M query rows, T tokens of a group, D head size, E channels of a group, V pairs of channels.
 """
 
