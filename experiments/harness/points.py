@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from experiments.harness.budgets import register_resolvers
 from experiments.harness.child import Measure
 from experiments.harness.environment import ROOT, device_tag, environment, visible_gpus
 from experiments.harness.estimate import estimate
@@ -28,6 +29,7 @@ _SLUG_KEYS = ("model", "method", "speculation", "task", "prompt", "context", "le
 
 Run = Callable[[Measure, dict[str, Any]], Outcome]
 # For conf/hydra/launcher/gpus.yaml: as many points at once as there are GPUs.
+register_resolvers()
 OmegaConf.register_new_resolver("gpus", lambda: max(1, len(visible_gpus())), replace=True)
 
 

@@ -1,0 +1,16 @@
+"""Equal budgets in the configs of methods: ``${attended:${budget}}`` is what DualDecoder attends to with that budget."""
+
+from omegaconf import OmegaConf
+
+from dualdecoder.config import DualDecoderConfig
+
+
+def attended(budget: int, share: float = 1, multiple: int = 1, less: int = 0) -> int:
+    """A share of DualDecoder's attended tokens (selected, outliers, local), rounded down to a multiple, then less."""
+    total = DualDecoderConfig(budget=budget).attended_tokens
+    return int(total * share) // multiple * multiple - less
+
+
+def register_resolvers() -> None:
+    """Make ``${attended:...}`` known to all configs; every experiment imports what calls this."""
+    OmegaConf.register_new_resolver("attended", attended, replace=True)
