@@ -5,7 +5,6 @@ import json
 import os
 import tempfile
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -16,6 +15,8 @@ from experiments.ruler_tasks.fitting import fit
 from experiments.ruler_tasks.material import DataFiles, Material, NoData
 from experiments.ruler_tasks.registry import TASKS
 from experiments.ruler_tasks.task import Draft, Request, RulerSample, RulerTask
+from experiments.ruler_tasks.wording import wording
+from experiments.ruler_tasks.words import words_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +37,7 @@ class Sampler:
     """Makes samples for one tokenizer and keeps them in `folder`; with None nothing is kept.
 
     A kept sample is found by the hash of everything that it depends on: task, length, seed, tokenizer with its chat
-    template, data files, and the versions of this code and of the packages that the words come from.
+    template, data files, sentences, words, and the version of this code.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -96,8 +97,8 @@ class Sampler:
     def _path(self, task: RulerTask, length: int, index: int, seed: int) -> Path | None:
         if self.folder is None:
             return None
-        packages = {name: version(name) for name in ("wonderwords", "lm_eval")}
-        parts = [VERSION, task.name, length, seed, tokenizer_digest(self.tokenizer), self.files.digests(), packages]
+        texts = {**self.files.digests(), **vars(wording()), "words": words_digest()}
+        parts = [VERSION, task.name, length, seed, tokenizer_digest(self.tokenizer), texts]
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
         return self.folder / f"{task.name}-{length}-{key}" / f"{index}.json"
 

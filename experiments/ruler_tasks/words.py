@@ -3,6 +3,7 @@
 The words come from wonderwords, as in RULER; other releases of that package can give other samples.
 """
 
+import hashlib
 from collections.abc import Callable, Collection
 from functools import cache
 from random import Random
@@ -10,6 +11,8 @@ from string import ascii_lowercase, ascii_uppercase
 from uuid import UUID
 
 from wonderwords import RandomWord
+
+CATEGORIES = ("noun", "adjective", "verb")
 
 
 @cache
@@ -21,7 +24,13 @@ def _category(name: str) -> tuple[str, ...]:
 @cache
 def all_words() -> tuple[str, ...]:
     """Return every noun, adjective and verb once, in alphabetical order; a few contain a space or a hyphen."""
-    return tuple(sorted({word for name in ("noun", "adjective", "verb") for word in _category(name)}))
+    return tuple(sorted({word for name in CATEGORIES for word in _category(name)}))
+
+
+@cache
+def words_digest() -> str:
+    """SHA-256 of all words by category."""
+    return hashlib.sha256(repr([_category(name) for name in CATEGORIES]).encode()).hexdigest()
 
 
 def random_key(rng: Random) -> str:
