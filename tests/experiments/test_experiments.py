@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from dualdecoder.checkpoints import named_shape
 from dualdecoder.engine import Engine
 from dualdecoder.errors import ConfigError
-from dualdecoder.method import method_config
+from dualdecoder.method import REGISTRY, method_config
 from experiments import fidelity, prediction, residency, ruler, throughput
 from experiments.__main__ import experiments
 from experiments.harness import workload
@@ -121,9 +121,14 @@ def test_residency_rows() -> None:
     rows = residency.measure(config("residency", "model=llama-3-8b"))
     assert row_problem("residency", rows) is None
     by_method = {row["method"]: row for row in rows}
-    assert list(by_method) == ["ideal", "full_kv", "dualdecoder"]
+    assert sorted(by_method) == sorted(["ideal", *REGISTRY])
     assert by_method["dualdecoder"]["gpu"]["landmarks"] == 12 * 2**30
-    for row in rows:
+    cfg = config("residency", "model=llama-3-8b")
+    for name, row in by_method.items():
+        most, more = (residency._plan(cfg, name, row["largest_batch"] + extra).gpu_total for extra in (0, 1))
+        assert most <= row["cap_bytes"] < more
+    for name in ("full_kv", "dualdecoder"):
+        row = by_method[name]
         fixed = row["gpu_total"] - 12 * row["per_sequence_gpu"]
         assert row["largest_batch"] == (row["cap_bytes"] - fixed) // row["per_sequence_gpu"]
     batches = [by_method[name]["largest_batch"] for name in ("full_kv", "dualdecoder", "ideal")]
