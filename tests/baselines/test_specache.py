@@ -16,7 +16,7 @@ from dualdecoder.engine import Engine
 from dualdecoder.errors import ConfigError
 from dualdecoder.method import method_config
 from dualdecoder.shapes import SHAPES
-from experiments.ruler_tasks.samples import make_sample
+from experiments.ruler_tasks.samples import Sampler
 from experiments.ruler_tasks.scoring import score
 
 SHAPE = ModelConfig("two-layers", 2, 8, 8, 6, 2, 16, 16, 4096)
@@ -287,7 +287,8 @@ def test_real_tensors(smollm2: Engine, manual) -> None:
 
 
 def test_a_needle_far_back_is_found(smollm2: Engine) -> None:
-    samples = [make_sample("niah_single_1", smollm2.tokenizer, 1024, index) for index in range(3)]
+    sampler = Sampler(smollm2.tokenizer, folder=None)
+    samples = [sampler.sample("niah_single_1", 1024, index) for index in range(3)]
     engine = smollm2.with_method("specache")
     answers = engine.generate([list(s.token_ids) for s in samples], max_new_tokens=samples[0].new_tokens)
     assert [score(c.text, s.answers) for c, s in zip(answers, samples, strict=True)] == [100.0] * 3
