@@ -6,6 +6,8 @@ PIP_FLAGS := --disable-pip-version-check --no-input
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 ARGS :=
 PROFILE := cpu
+# Processes of the tests, one thread each: more threads than cores make PyTorch spin.
+WORKERS := 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup reproduce ruler report verify notebooks test coverage lint types format lock clean
@@ -31,7 +33,7 @@ notebooks: $(STAMP) ## Execute every notebook and check that it is committed wit
 	$(PYTHON) -m experiments.notebooks $(ARGS)
 
 test: lint types ## Check style and types, and run the tests
-	$(PYTHON) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 coverage: $(STAMP) ## Run the tests and report which lines they reach
 	$(PYTHON) -m pytest --cov --cov-report=term:skip-covered $(ARGS)

@@ -70,6 +70,7 @@ class FullOffload(DenseMethod):
     """All keys and values on the host; every step copies all of them and attends to all of them."""
 
     config_class = FullOffloadConfig
+    copies_layers = True
     capabilities = Capabilities(exact=True, recalls=True, offloads=True)
     config: FullOffloadConfig
 

@@ -88,6 +88,7 @@ class InfiniGen(KVMethod):
     devices = ("cpu", "cuda")
     graphable = True
     foresees = True
+    copies_layers = True
     config: InfiniGenConfig
 
     def allocate(self) -> None:

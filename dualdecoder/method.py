@@ -73,6 +73,7 @@ class KVMethod(ABC):
     decode_capacity: most tokens that can be decoded after a prompt; None for no limit.
     transfers: on a GPU, False switches the link off, only to time a step without it; results are then meaningless.
     rewrite: replaces the sets of a method that selects chunks; None lets them be.
+    copies_layers: whether some transfers are plain copies of a layer's whole KV, which are faster than gathers.
 
     Decode is ``begin_step``, ``attend`` once per layer in order, ``end_step``. Nothing in it may depend on the
     value of device data from the host side: no ``.item()``, no data-dependent shape, no branch.
@@ -89,6 +90,7 @@ class KVMethod(ABC):
     decode_capacity: int | None = None
     transfers: bool = True
     rewrite: Rewrite | None = None
+    copies_layers: ClassVar[bool] = False
 
     def __init__(
         self,

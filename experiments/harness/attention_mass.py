@@ -16,8 +16,9 @@ _NEEDED = ("chunks_B", "slots", "layers")
 
 
 def can_watch(method: KVMethod) -> bool:
-    """Whether the method's sets can be seen: it selects chunks, and its steps are not replayed from a CUDA graph."""
-    return method.device_type == "cpu" and all(hasattr(method, name) for name in _NEEDED)
+    """Whether the method's sets can be seen: chunks beside outliers, and steps not replayed from a CUDA graph."""
+    selects = all(hasattr(method, name) for name in _NEEDED) and hasattr(method.layers[0], "outliers_BKO")
+    return selects and method.device_type == "cpu"
 
 
 class MassWatch:

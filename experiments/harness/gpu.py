@@ -76,9 +76,9 @@ class LinkRate:
 
 
 def link_rate(method: KVMethod) -> LinkRate:
-    """The rate of a gather of records as large as the method's, or of a plain copy if its host store has none."""
+    """The rate of a gather of records as large as the method's; of a plain copy, which bounds any, if it makes such."""
     record_bytes = getattr(getattr(method, "host", None), "record_bytes", None)
-    if record_bytes is None:
+    if method.copies_layers or record_bytes is None:
         return LinkRate(measured_rates().link, "plain copy")
     return LinkRate(gather_rate(record_bytes), f"gather of {record_bytes}-byte records")
 

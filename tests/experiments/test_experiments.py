@@ -183,7 +183,7 @@ def _check_caches(total: dict, rows: list[dict]) -> None:
 def test_ruler_rows(loaded) -> None:
     rows = ruler.measure(config("ruler", "length=400", "samples=3", "batch=2", "budget=128"))
     assert row_problem("ruler", rows) is None
-    assert [row["method"] for row in rows] == ["full_kv", "dualdecoder"]
+    assert [row["method"] for row in rows] == ["full_kv", "dualdecoder", "shadowkv", "streaming_llm"]
     for row in rows:
         assert len(row["answers"]) == len(row["scores"]) == 3
         assert row["score"] == pytest.approx(sum(row["scores"]) / 3)
@@ -207,7 +207,7 @@ def test_ruler_prefills_a_sample_once_however_many_methods_answer_it(loaded, mon
 
 
 def test_ruler_without_a_data_set_says_so_and_gives_no_score(loaded) -> None:
-    rows = ruler.measure(config("ruler", "task=qa_1", "length=1024"))
+    rows = ruler.measure(config("ruler", "task=qa_1", "length=1024", "methods=[full_kv,dualdecoder]"))
     assert row_problem("ruler", rows) is None
     assert [(row["method"], row["samples"], row["score"]) for row in rows] == [
         ("full_kv", 0, None),
@@ -219,7 +219,7 @@ def test_ruler_questions_score_any_gold_string(loaded, monkeypatch) -> None:
     monkeypatch.setattr(ruler, "_answer", lambda engine, snapshots, new_tokens: ["It was 1731."])
     files = f"data.squad={ROOT}/tests/data/qa/squad.json"
     rows = ruler.measure(config("ruler", "task=qa_1", "length=800", "samples=1", files))
-    assert [row["score"] for row in rows] == [100, 100]
+    assert {row["score"] for row in rows} == {100}
 
 
 def test_methods_are_recorded_with_their_options() -> None:
@@ -234,7 +234,7 @@ def test_methods_are_recorded_with_their_options() -> None:
 
 def test_fidelity_rows(loaded) -> None:
     overrides = ("context=200", "steps=6", "texts=2", "budgets=[32,256]")
-    rows = fidelity.measure(config("fidelity", *overrides))
+    rows = fidelity.measure(config("fidelity", "methods=[full_kv,dualdecoder]", *overrides))
     assert row_problem("fidelity", rows) is None
     assert [(row["method"], row["budget"]) for row in rows] == [
         ("full_kv", None),

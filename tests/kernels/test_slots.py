@@ -105,7 +105,7 @@ def test_missing_chunks_can_be_marked(device: str) -> None:
     results = []
     for marks in (False, True):
         slot = torch.full((1, 1, 4), POISON, dtype=torch.int32, device=device)
-        fetch, held = poisoned(4, device), held_BKZ.to(device)
+        fetch, held = poisoned(4, device), held_BKZ.clone().to(device)
         workspace = workspace_of(wanted_BKS, 6, device)
         slots.assign_slots(wanted_BKS.to(device), held, slot, fetch, workspace, marks_missing=marks)
         results.append((slot.tolist(), listed(fetch), held.tolist()))
