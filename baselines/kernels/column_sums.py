@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baselines.kernels.ring_attention import LOG2_E
 from dualdecoder.errors import require
+from dualdecoder.kernels.online_softmax import LOG2_E
 
 
 @triton.jit

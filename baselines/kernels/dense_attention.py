@@ -22,18 +22,16 @@ import triton.language as tl
 from torch import Tensor
 
 from dualdecoder.errors import require
-from dualdecoder.kernels.sparse_attention import (
-    FP32_TUNING,
+from dualdecoder.kernels.online_softmax import (
     LOG2_E,
     MERGED_ROWS,
     PADDED_ROWS,
     TRITON_TYPES,
-    SparseAttentionWorkspace,
-    Tuning,
-    _absorb,
-    _factor_type,
-    _merge,
+    absorb,
+    factor_type,
+    merge,
 )
+from dualdecoder.kernels.sparse_attention import FP32_TUNING, SparseAttentionWorkspace, Tuning
 from dualdecoder.ledger import Ledger
 
 # About eight programs for each of an H200's 132 multiprocessors; more splits of a head than that make its merge dear.
@@ -106,7 +104,7 @@ def _dense_attention_kernel(
     own_k_MD = tl.load(k_ptr + own_M[:, None] * k_stride_r + d[None, :], mask=exists_M[:, None], other=0.0).to(FACTOR)
     own_v_MD = tl.load(v_ptr + own_M[:, None] * v_stride_r + d[None, :], mask=exists_M[:, None], other=0.0).to(FACTOR)
     causal_MM = exists_M[None, :] & (own_M[None, :] <= row_M[:, None])
-    peak_M, total_M, o_MD = _absorb(q_MD, own_k_MD, own_v_MD, causal_MM, peak_M, total_M, o_MD, scale)
+    peak_M, total_M, o_MD = absorb(q_MD, own_k_MD, own_v_MD, causal_MM, peak_M, total_M, o_MD, scale)
 
     length = tl.load(length_ptr + b).to(tl.int32)
     tiles = (length + T - 1) // T
@@ -118,7 +116,7 @@ def _dense_attention_kernel(
         k_TD = tl.load(key_ptr + at_TD, mask=exists_T[:, None], other=0.0).to(FACTOR)
         v_TD = tl.load(value_ptr + at_TD, mask=exists_T[:, None], other=0.0).to(FACTOR)
         allowed_MT = exists_T[None, :] & (row_M >= 0)[:, None]
-        peak_M, total_M, o_MD = _absorb(q_MD, k_TD, v_TD, allowed_MT, peak_M, total_M, o_MD, scale)
+        peak_M, total_M, o_MD = absorb(q_MD, k_TD, v_TD, allowed_MT, peak_M, total_M, o_MD, scale)
 
     if split == 0:
         home_ptr += ((b % homes * K + kv_head) * capacity * 2 + length) * D
@@ -133,7 +131,7 @@ def _dense_attention_kernel(
     if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == Z - 1:
         tl.store(arrived_ptr + head, 0)
         splits = head * (Z * M)
-        merged_M, result_MD = _merge(
+        merged_M, result_MD = merge(
             partial_ptr + splits * D, peak_ptr + splits, total_ptr + splits, R * G, M, MM, D, Z, ZZ
         )
         o_M = ((b * R + merged_M // G) * (K * G) + kv_head * G + merged_M % G) * D
@@ -166,7 +164,7 @@ def dense_attention(
         *q_BRHD.stride()[:3], *k_BRKD.stride()[:3], *v_BRKD.stride()[:3],
         K=kv_heads, G=heads // kv_heads, R=rows, D=head_dim, Z=splits,
         ZZ=min(triton.next_power_of_2(splits), MERGED_ROWS // merged), M=PADDED_ROWS, MM=merged,
-        T=tuning.tile_tokens, FACTOR=_factor_type(q_BRHD.dtype), num_warps=tuning.num_warps,
+        T=tuning.tile_tokens, FACTOR=factor_type(q_BRHD.dtype), num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )  # fmt: skip
     return o_BRHD

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baselines.kernels.ring_attention import LOG2_E, RingWorkspace, append, merge_sizes, merged, own_strides
+from baselines.kernels.ring_attention import RingWorkspace, append, merge_sizes, merged, own_strides
 from dualdecoder.errors import require
+from dualdecoder.kernels.online_softmax import LOG2_E
 
 # Places that one program holds in registers.
 MAX_PLACES = 16384

@@ -28,15 +28,8 @@ from torch import Tensor
 
 from baselines.kernels.lowbit_products import NumberFormat, add_low_values, low_scores
 from dualdecoder.errors import require
-from dualdecoder.kernels.sparse_attention import (
-    LOG2_E,
-    MERGED_ROWS,
-    PADDED_ROWS,
-    TRITON_TYPES,
-    SparseAttentionWorkspace,
-    _factor_type,
-    _merge,
-)
+from dualdecoder.kernels.online_softmax import LOG2_E, MERGED_ROWS, PADDED_ROWS, TRITON_TYPES, factor_type, merge
+from dualdecoder.kernels.sparse_attention import SparseAttentionWorkspace
 
 # About four programs a multiprocessor of an H200; more splits make the merge dear.
 WANTED_PROGRAMS = 512
@@ -257,7 +250,7 @@ def _lowbit_attention_kernel(
     if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == Z - 1:
         tl.store(arrived_ptr + head, 0)
         parts = head * (Z * STORED)
-        merged_M, result_MD = _merge(
+        merged_M, result_MD = merge(
             partial_ptr + parts * D, peak_ptr + parts, total_ptr + parts, R * G, STORED, M, D, Z, ZZ
         )
         o_M = ((b * R + merged_M // G) * (K * G) + kv_head * G + merged_M % G) * D
@@ -286,7 +279,7 @@ def lowbit_attention(
     check_shapes(tokens.bits, tokens.ring_BKXWD.shape[3], head_dim, rows * heads // kv_heads)
     _check(q_BRHD, k_BRKD, v_BRKD, tokens, workspace, logits_BHT, o_BRHD)
     columns = max(FEWEST_COLUMNS, triton.next_power_of_2(rows * heads // kv_heads))
-    factor = _factor_type(q_BRHD.dtype)
+    factor = factor_type(q_BRHD.dtype)
     number = NumberFormat.of(factor, tokens.bits)
     lanes = 1 if factor == tl.float32 else 0x10001
     # Arguments and not constants: the compiler would spend an instruction for each.

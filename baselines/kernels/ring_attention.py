@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dualdecoder.config import ModelConfig
 from dualdecoder.errors import require
+from dualdecoder.kernels.online_softmax import LOG2_E
 from dualdecoder.ledger import Ledger
 
 # What tl.dot takes at least; the group may not exceed it.
@@ -31,7 +32,6 @@ MAX_SPLITS = 64
 SHORTEST_SPLIT = 64
 # Partial rows that the merge holds in registers at a time.
 MERGED_ROWS = 64
-LOG2_E = 1.4426950408889634
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

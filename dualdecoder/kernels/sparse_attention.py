@@ -24,18 +24,21 @@ import triton.language as tl
 from torch import Tensor
 
 from dualdecoder.errors import require
+from dualdecoder.kernels.online_softmax import (
+    LOG2_E,
+    MERGED_ROWS,
+    PADDED_ROWS,
+    TRITON_TYPES,
+    absorb,
+    factor_type,
+    merge,
+)
 from dualdecoder.ledger import Ledger
 
-# What tl.dot takes at least; rows * group may not exceed it.
-PADDED_ROWS = 16
 # About four programs for each of an H200's 132 multiprocessors; more than MAX_SPLITS make the merge dear. These and
 # the launch parameters are the fastest of a sweep over tile, warps, stages and splits (8B shapes, batch 1, 8, 24).
 WANTED_PROGRAMS = 512
 MAX_SPLITS = 16
-# Partial rows that the merge holds in registers: 64 of 128 fp32 numbers are 64 registers of each of 128 threads.
-MERGED_ROWS = 64
-LOG2_E = 1.4426950408889634
-TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)
@@ -148,50 +151,6 @@ def _addresses(
 
 
 @triton.jit
-def _absorb(q_MD, k_TD, v_TD, allowed_MT, peak_M, total_M, o_MD, scale):
-    """One step of the online softmax (base 2). A row that has seen no token yet has peak -inf."""
-    score_MT = tl.dot(q_MD, tl.trans(k_TD), input_precision="ieee") * scale
-    score_MT = tl.where(allowed_MT, score_MT, float("-inf"))
-    higher_M = tl.maximum(peak_M, tl.max(score_MT, axis=1))
-    # Without the zero, -inf - -inf would make NaN of a row with no token so far.
-    reference_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)
-    weight_MT = tl.exp2(score_MT - reference_M[:, None])
-    shrink_M = tl.exp2(peak_M - reference_M)
-    o_MD = tl.dot(weight_MT.to(v_TD.dtype), v_TD, o_MD * shrink_M[:, None], input_precision="ieee")
-    return higher_M, total_M * shrink_M + tl.sum(weight_MT, axis=1), o_MD
-
-
-@triton.jit
-def _merge(
-    partial_ptr, peak_ptr, total_ptr, rows, M: tl.constexpr, MM: tl.constexpr, D: tl.constexpr, Z: tl.constexpr,
-    ZZ: tl.constexpr,
-):  # fmt: skip
-    """Combine the splits of a head in order, ZZ at once: all their reads wait for the L2 cache together.
-
-    Only ``rows`` of the M rows are real; with less padding they are MM, whose numbers and outputs are returned. Reads
-    bypass the L1 cache, for the partial results were written by other multiprocessors.
-    """
-    m, d = tl.arange(0, MM), tl.arange(0, D)
-    peak_M, total_M = tl.full((MM,), float("-inf"), tl.float32), tl.zeros((MM,), tl.float32)
-    o_MD = tl.zeros((MM, D), tl.float32)
-    for first in range(0, Z, ZZ):
-        z = first + tl.arange(0, ZZ)
-        real_ZM, at_ZM = (z < Z)[:, None] & (m < rows)[None, :], z[:, None] * M + m[None, :]
-        part_ptr = partial_ptr + at_ZM[:, :, None] * D + d[None, None, :]
-        part_ZMD = tl.load(part_ptr, mask=real_ZM[:, :, None], other=0.0, cache_modifier=".cg")
-        peak_ZM = tl.load(peak_ptr + at_ZM, mask=real_ZM, other=float("-inf"), cache_modifier=".cg")
-        total_ZM = tl.load(total_ptr + at_ZM, mask=real_ZM, other=0.0, cache_modifier=".cg")
-        higher_M = tl.maximum(peak_M, tl.max(peak_ZM, axis=0))
-        reference_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)
-        weight_ZM, shrink_M = tl.exp2(peak_ZM - reference_M[None, :]), tl.exp2(peak_M - reference_M)
-        total_M = total_M * shrink_M + tl.sum(total_ZM * weight_ZM, axis=0)
-        o_MD = o_MD * shrink_M[:, None] + tl.sum(part_ZMD * weight_ZM[:, :, None], axis=0)
-        peak_M = higher_M
-    # Padding has no tokens at all.
-    return m, o_MD / tl.where(m < rows, total_M, 1.0)[:, None]
-
-
-@triton.jit
 def _sparse_attention_kernel(
     q_ptr, k_ptr, v_ptr, records_ptr, slot_ptr, chosen_ptr, outlier_records_ptr, outlier_ptr, window_ptr,
     start_ptr, length_ptr, host_ptr, partial_ptr, peak_ptr, total_ptr, arrived_ptr, o_ptr, scale, chosen_stride_b,
@@ -228,7 +187,7 @@ def _sparse_attention_kernel(
         v_TD = tl.load(value_T[:, None] + d[None, :], mask=exists_T[:, None], other=0.0).to(FACTOR)
         # Row r sees the past, for which token - PAST is negative, and the step's rows up to its own.
         allowed_MT = exists_T[None, :] & (token_T[None, :] - PAST <= row_M[:, None])
-        peak_M, total_M, o_MD = _absorb(q_MD, k_TD, v_TD, allowed_MT, peak_M, total_M, o_MD, scale)
+        peak_M, total_M, o_MD = absorb(q_MD, k_TD, v_TD, allowed_MT, peak_M, total_M, o_MD, scale)
     at_M = (head * Z + split) * M + m
     tl.store(partial_ptr + at_M[:, None] * D + d[None, :], o_MD, mask=real_MD)
     tl.store(peak_ptr + at_M, peak_M)
@@ -238,7 +197,7 @@ def _sparse_attention_kernel(
     if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == Z - 1:
         tl.store(arrived_ptr + head, 0)
         splits = head * (Z * M)
-        merged_M, result_MD = _merge(
+        merged_M, result_MD = merge(
             partial_ptr + splits * D, peak_ptr + splits, total_ptr + splits, R * G, M, MM, D, Z, ZZ
         )
         o_M = ((b * R + merged_M // G) * (K * G) + kv_head * G + merged_M % G) * D
@@ -276,15 +235,10 @@ def sparse_attention(
         K=kv_heads, G=heads // kv_heads, R=rows, S=selected, V=places.records_BKVXCD.shape[2],
         SO=selected + places.outlier_BKO.shape[2], W=places.window_BKXWD.shape[3], C=chunk, D=head_dim, Z=splits,
         ZZ=min(triton.next_power_of_2(splits), MERGED_ROWS // merged), M=PADDED_ROWS, MM=merged,
-        T=tuning.tile_tokens, FACTOR=_factor_type(q_BRHD.dtype), num_warps=tuning.num_warps,
+        T=tuning.tile_tokens, FACTOR=factor_type(q_BRHD.dtype), num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )  # fmt: skip
     return o_BRHD
-
-
-def _factor_type(dtype: torch.dtype) -> tl.dtype:
-    # The interpreter's dot would multiply the bit patterns of bf16.
-    return tl.float32 if triton.knobs.runtime.interpret and dtype == torch.bfloat16 else TRITON_TYPES[dtype]
 
 
 def _check(q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor, places: Places, o_BRHD: Tensor) -> None:

@@ -16,7 +16,8 @@ from dualdecoder.buffers import ChunkBuffer
 from dualdecoder.config import ModelConfig
 from dualdecoder.errors import ConfigError
 from dualdecoder.host_store import HostStore
-from dualdecoder.kernels.sparse_attention import TRITON_TYPES, SparseAttentionWorkspace
+from dualdecoder.kernels.online_softmax import TRITON_TYPES
+from dualdecoder.kernels.sparse_attention import SparseAttentionWorkspace
 from dualdecoder.ledger import Ledger
 
 NAN = float("nan")

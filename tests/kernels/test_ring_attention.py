@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from baselines.kernels.ring_attention import LOG2_E, Append, RingWorkspace, attend_splits, merge_splits, wanted_splits
+from baselines.kernels.ring_attention import Append, RingWorkspace, attend_splits, merge_splits, wanted_splits
 from dualdecoder.attention import step_attention
 from dualdecoder.errors import ConfigError
+from dualdecoder.kernels.online_softmax import LOG2_E
 from dualdecoder.ledger import Ledger
 
 NAN = float("nan")
