@@ -36,7 +36,7 @@ test: lint types ## Check style and types, and run the tests
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 coverage: $(STAMP) ## Run the tests and report which lines they reach
-	$(PYTHON) -m pytest --cov --cov-report=term:skip-covered $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report=term:skip-covered $(ARGS)
 
 lint: $(STAMP) ## Check style and formatting without changing a file
 	$(PYTHON) -m ruff check .

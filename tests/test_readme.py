@@ -55,9 +55,9 @@ def test_commands_and_links_exist(name: str) -> None:
 
 def test_tables_are_those_of_the_committed_records() -> None:
     """If this fails: make report ARGS="results_dir=results/cpu readme=README.md"."""
-    for folder, name in re.findall(r"<!-- table: (\w+)/(\w+) -->", README):
+    for folder, name in re.findall(r"<!-- table: (\w+)/(\w+)(?:, .+?)? -->", README):
         assert (ROOT / "results" / folder / "tables" / f"{name}.md").is_file()
-    assert README.count("<!-- table: cpu/") == 4
+    assert README.count("<!-- table: cpu/") == 5
     assert with_tables(README, ROOT / "results") == README
 
 
@@ -70,5 +70,10 @@ def test_only_marked_blocks_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "pc" / "tables" / "speed.md").write_text("# speed\n\n## all\n\n| a |\n")
     text = "before\n<!-- table: pc/speed -->\nold\n<!-- end of table -->\nafter\n"
     assert with_tables(text, tmp_path) == text.replace("old", "#### all\n\n| a |")
+    (tmp_path / "pc" / "tables" / "speed.md").write_text(
+        "# speed\n\ncaption\n\n## small: x\n\n| a |\n\n## big: y\n\n| b |\n"
+    )
+    part = text.replace("speed -->", "speed, big -->")
+    assert with_tables(part, tmp_path) == part.replace("old", "caption\n\n#### big: y\n\n| b |")
     missing = text.replace("pc/", "other/")
     assert with_tables(missing, tmp_path) == missing

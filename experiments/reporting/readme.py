@@ -18,8 +18,8 @@ def with_tables(text: str, results: Path) -> str:
         path = results / match[2] / "tables" / f"{match[3]}.md"
         if not path.is_file():
             return match[0]
-        caption, *parts = path.read_text(encoding="utf-8").partition("\n")[2].strip().split("\n## ")
+        caption, *parts = path.read_text(encoding="utf-8").partition("\n")[2].rstrip().split("\n## ")
         chosen = [part for part in parts if (match[4] or "") in part.partition("\n")[0]]
-        return match[1] + "\n#### ".join([caption, *chosen]) + f"\n{match[5]}"
+        return match[1] + "\n#### ".join([caption, *chosen]).lstrip("\n") + f"\n{match[5]}"
 
     return _BLOCK.sub(block, text)

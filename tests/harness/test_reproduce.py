@@ -66,7 +66,9 @@ def test_a_failed_run_stops_nothing_and_fails_the_whole(lab: Path, capsys) -> No
 @pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["terminal", "parent only"])
 def test_ctrl_c_ends_with_130_and_keeps_what_is_done(lab: Path, send) -> None:
     command = [sys.executable, "-u", "-c", MAIN, write_runs(lab, "good", "slow", "bad")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
+    # Tests that run in the background of a shell are told to ignore SIGINT, and would pass that on.
+    heard = {"start_new_session": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **heard) as child:
         output = ""
         while "started" not in output:
             output += child.stdout.readline()

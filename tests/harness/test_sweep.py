@@ -61,7 +61,9 @@ class Lab:
         command = [sys.executable, str(self.folder / "toy.py"), "-m", *overrides]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.Popen(command, cwd=self.folder, env=environment, text=True, **pipes)
+        return subprocess.Popen(
+            command, cwd=self.folder, env=environment, text=True, preexec_fn=hear_interrupts, **pipes
+        )
 
     def run(self, *overrides: str) -> tuple[int, str]:
         with self.start(*overrides) as sweep:
@@ -92,6 +94,11 @@ class Lab:
 
     def _lines(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []
+
+
+def hear_interrupts() -> None:
+    """Tests that run in the background of a shell are told to ignore SIGINT, and would pass that on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture
