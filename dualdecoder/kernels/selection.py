@@ -2,8 +2,8 @@
 
 Reading landmarks keeps the memory busy and the multiprocessors idle, searching the top is the other way round. So
 each half of a large batch has a stream: while the top of the one is sought, the landmarks of the other are read.
-More and smaller pieces lose more where kernels begin and end than they gain (8B shapes, 128K, batch 24: whole 265 us,
-halves 257, quarters 267, sixths 283; batch 8: whole 100, halves 104).
+Smaller pieces lose more where kernels begin and end than they gain; so do halves of a small batch. The experiment
+kernel_time measures a selection beside the same batch in one piece.
 Suffixes: B sequences, R rows, H query heads, K KV heads, D head size, N chunks, S selected chunks, O outlier chunks.
 """
 
