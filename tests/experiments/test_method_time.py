@@ -8,8 +8,10 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from dualdecoder.errors import CapacityError
-from dualdecoder.method import REGISTRY
+from dualdecoder.method import REGISTRY, method_class, method_config
+from dualdecoder.shapes import SHAPES
 from experiments import method_time
+from experiments.harness import gpu as harness_gpu
 from experiments.harness import steps as harness_steps
 from experiments.harness.gpu import LinkRate
 from experiments.harness.rows import row_problem
@@ -35,6 +37,23 @@ def test_every_method_gives_a_row(method: str) -> None:
     assert row["efficiency"] == max(row["hbm_bytes"] / RATE, row["link_bytes"] / LINK.rate) * 1e3 / row["median_ms"]
     assert (row["compute_ms"] is None) == (not row["capabilities"]["offloads"])
     assert "replay" not in row["gpu"]
+
+
+@pytest.mark.parametrize(("budget", "attended"), [(64, 112), (256, 336), (2048, 2464)])
+def test_one_budget_means_equally_many_tokens_for_every_method(budget: int, attended: int) -> None:
+    """By hand: selected, 24 outlier chunks of 8 for each 1,024 selected, 32 local; all multiples of a page of 16."""
+    settings = [method_time.settings_of(config(f"method={name}", f"budget={budget}")) for name in REGISTRY]
+    numbers = [s.attended_tokens for s in settings if hasattr(s, "attended_tokens")]
+    assert numbers == [attended] * 7
+
+
+@pytest.mark.parametrize(("name", "kind"), [("infinigen", "plain"), ("full_offload", "plain"), ("shadowkv", "gather")])
+def test_a_floor_on_the_link_is_made_of_the_fastest_transfers(name: str, kind: str, monkeypatch) -> None:
+    monkeypatch.setattr(harness_gpu, "measured_rates", lambda: harness_gpu.Rates(copy=4e12, link=55e9))
+    monkeypatch.setattr(harness_gpu, "gather_rate", lambda record_bytes: 33e9)
+    method = method_class(name)(SHAPES["tiny"], method_config(name, {}), batch=1, context=64, dtype=torch.float32)
+    link = harness_gpu.link_rate(method)
+    assert link.kind.startswith(kind) and link.rate == {"plain": 55e9, "gather": 33e9}[kind]
 
 
 def test_bytes_of_the_dense_methods_by_hand() -> None:

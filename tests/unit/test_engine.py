@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dualdecoder import Engine
+from dualdecoder.model import Decoder
 from dualdecoder.text import TextPieces
 
 
@@ -104,3 +105,17 @@ def test_registered_by_dotted_path(tiny: Engine, random_ids) -> None:
     prompt = random_ids(40)
     named, dotted = (tiny.with_method(name) for name in ("full_kv", "baselines.full_kv:FullKV"))
     assert named.generate([prompt], 5) == dotted.generate([prompt], 5)
+
+
+def test_a_prefill_asks_for_the_keys_before_their_rotation(tiny: Engine, monkeypatch) -> None:
+    """However short the prompt: on a GPU a step's one or two rows overwrite them."""
+    asked: list[bool] = []
+    project = Decoder.project
+
+    def watched(self: Decoder, *arguments, keeps_pre_rope: bool = False):
+        asked.append(keeps_pre_rope)
+        return project(self, *arguments, keeps_pre_rope=keeps_pre_rope)
+
+    monkeypatch.setattr(Decoder, "project", watched)
+    tiny.prefill([1])
+    assert asked == [True] * tiny.model.config.layers
