@@ -29,7 +29,7 @@ from dualdecoder.kernels.online_softmax import (
     TRITON_TYPES,
     absorb,
     factor_type,
-    merge,
+    finish_split,
 )
 from dualdecoder.kernels.sparse_attention import FP32_TUNING, SparseAttentionWorkspace, Tuning
 from dualdecoder.ledger import Ledger
@@ -124,19 +124,9 @@ def _dense_attention_kernel(
         _commit(home_ptr, k_ptr, v_ptr, capacity, where, D)
     at_M = (head * Z + split) * M + m
     tl.store(partial_ptr + at_M[:, None] * D + d[None, :], o_MD, mask=real_MD)
-    tl.store(peak_ptr + at_M, peak_M)
-    tl.store(total_ptr + at_M, total_M)
-    # All threads have stored before one of them says so.
-    tl.debug_barrier()
-    if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == Z - 1:
-        tl.store(arrived_ptr + head, 0)
-        splits = head * (Z * M)
-        merged_M, result_MD = merge(
-            partial_ptr + splits * D, peak_ptr + splits, total_ptr + splits, R * G, M, MM, D, Z, ZZ
-        )
-        o_M = ((b * R + merged_M // G) * (K * G) + kv_head * G + merged_M % G) * D
-        result_MD = result_MD.to(o_ptr.dtype.element_ty)
-        tl.store(o_ptr + o_M[:, None] + d[None, :], result_MD, mask=(merged_M < R * G)[:, None])
+    finish_split(
+        peak_M, total_M, partial_ptr, peak_ptr, total_ptr, arrived_ptr, o_ptr, head, split, K, G, R, D, Z, ZZ, M, MM
+    )
 
 
 def dense_attention(

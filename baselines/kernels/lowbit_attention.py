@@ -28,7 +28,7 @@ from torch import Tensor
 
 from baselines.kernels.lowbit_products import NumberFormat, add_low_values, low_scores
 from dualdecoder.errors import require
-from dualdecoder.kernels.online_softmax import LOG2_E, MERGED_ROWS, PADDED_ROWS, TRITON_TYPES, factor_type, merge
+from dualdecoder.kernels.online_softmax import LOG2_E, MERGED_ROWS, PADDED_ROWS, TRITON_TYPES, factor_type, finish_split
 from dualdecoder.kernels.sparse_attention import SparseAttentionWorkspace
 
 # About four programs a multiprocessor of an H200; more splits make the merge dear.
@@ -243,19 +243,9 @@ def _lowbit_attention_kernel(
     tl.store(partial_ptr + at_M[None, :] * D + e[:, None], lo_EM, mask=real_M[None, :])
     if D > E:
         tl.store(partial_ptr + at_M[None, :] * D + E + e[:, None], hi_EM, mask=real_M[None, :])
-    tl.store(peak_ptr + at_M, peak_M, mask=real_M)
-    tl.store(total_ptr + at_M, total_M, mask=real_M)
-    # All threads have stored before one of them says so.
-    tl.debug_barrier()
-    if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == Z - 1:
-        tl.store(arrived_ptr + head, 0)
-        parts = head * (Z * STORED)
-        merged_M, result_MD = merge(
-            partial_ptr + parts * D, peak_ptr + parts, total_ptr + parts, R * G, STORED, M, D, Z, ZZ
-        )
-        o_M = ((b * R + merged_M // G) * (K * G) + kv_head * G + merged_M % G) * D
-        result_MD = result_MD.to(o_ptr.dtype.element_ty)
-        tl.store(o_ptr + o_M[:, None] + d[None, :], result_MD, mask=(merged_M < R * G)[:, None])
+    finish_split(
+        peak_M, total_M, partial_ptr, peak_ptr, total_ptr, arrived_ptr, o_ptr, head, split, K, G, R, D, Z, ZZ, STORED, M
+    )
 
 
 def lowbit_attention(

@@ -1,4 +1,4 @@
-"""The online softmax that all split-KV attention kernels share: one tile's step, and the merge of the splits.
+"""The online softmax that all split-KV attention kernels share: one tile's step, and the end of a split.
 
 Suffixes: M query rows of a KV head (padded to 16), T tokens of a tile, D head size, Z splits.
 """
@@ -59,6 +59,33 @@ def merge(
         peak_M = higher_M
     # Padding has no tokens at all.
     return m, o_MD / tl.where(m < rows, total_M, 1.0)[:, None]
+
+
+@triton.jit
+def finish_split(
+    peak_M, total_M, partial_ptr, peak_ptr, total_ptr, arrived_ptr, o_ptr, head, split, K: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, Z: tl.constexpr, ZZ: tl.constexpr, STORED: tl.constexpr,
+    MM: tl.constexpr,
+):  # fmt: skip
+    """Store what else a split has found; the last one of a head merges all into ``o_BRHD``.
+
+    The split's part of the output is stored already, in rows of ``STORED``; ``merge`` says what ZZ and MM are.
+    """
+    m, d = tl.arange(0, peak_M.shape[0]), tl.arange(0, D)
+    at_M, real_M = (head * Z + split) * STORED + m, m < R * G
+    tl.store(peak_ptr + at_M, peak_M, mask=real_M)
+    tl.store(total_ptr + at_M, total_M, mask=real_M)
+    # All threads have stored before one of them says so.
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == Z - 1:
+        tl.store(arrived_ptr + head, 0)
+        parts = head * (Z * STORED)
+        merged_M, result_MD = merge(
+            partial_ptr + parts * D, peak_ptr + parts, total_ptr + parts, R * G, STORED, MM, D, Z, ZZ
+        )
+        o_M = ((head // K * R + merged_M // G) * (K * G) + head % K * G + merged_M % G) * D
+        result_MD = result_MD.to(o_ptr.dtype.element_ty)
+        tl.store(o_ptr + o_M[:, None] + d[None, :], result_MD, mask=(merged_M < R * G)[:, None])
 
 
 def factor_type(dtype: torch.dtype) -> tl.dtype:
