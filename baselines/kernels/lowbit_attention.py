@@ -273,7 +273,7 @@ def lowbit_attention(
     number = NumberFormat.of(factor, tokens.bits)
     lanes = 1 if factor == tl.float32 else 0x10001
     # Arguments and not constants: the compiler would spend an instruction for each.
-    mask, ones = ((1 << tokens.bits) - 1) * lanes, number.one * lanes
+    mask, ones = ((1 << tokens.bits) - 1 << number.lift) * lanes, number.one * lanes
     words = tokens._replace(
         key_codes_BKPWD=tokens.key_codes_BKPWD.view(torch.int32),
         value_codes_BKPWD=tokens.value_codes_BKPWD.view(torch.int32),

@@ -237,11 +237,11 @@ def test_commits_are_those_of_the_cache(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_bit_patterns_are_the_numbers_they_should_be(dtype: torch.dtype, bits: int) -> None:
     """Also in bf16, which the interpreter computes in fp32."""
     number, code = NumberFormat.of(TRITON_TYPES[dtype], bits), torch.arange(2**bits)
-    pattern = ((code << number.lift) | number.one).to(torch.int32 if dtype == torch.float32 else torch.int16)
+    pattern = ((code << number.lift) | number.one).to(torch.int16)
     assert torch.equal(pattern.view(dtype).double(), 1 + code.double() / number.span)
 
 
