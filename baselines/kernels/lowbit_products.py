@@ -44,12 +44,12 @@ def _numbers(word_TV, shift, mask, ones, LIFT: tl.constexpr, FACTOR: tl.constexp
     if tl.float32 == FACTOR:
         even_TV = ((word_TV >> shift) & mask).to(tl.float32)
         odd_TV = ((word_TV >> (shift + 16)) & mask).to(tl.float32)
-        return tl.reshape(tl.join(even_TV, odd_TV), (T, E))
-    # A rotation, as the code may have to go up or down. It takes one instruction.
-    turn, bits_TV = (shift - LIFT) & 31, word_TV.to(tl.uint32, bitcast=True)
-    both_TV = ((bits_TV >> turn) | (bits_TV << (-turn & 31))).to(tl.int32, bitcast=True)
-    both_TV = (both_TV & mask) | ones
-    even_TV, odd_TV = both_TV.to(tl.int16), (both_TV >> 16).to(tl.int16)
+    else:
+        # A rotation, as the code may have to go up or down. It takes one instruction.
+        turn, bits_TV = (shift - LIFT) & 31, word_TV.to(tl.uint32, bitcast=True)
+        both_TV = ((bits_TV >> turn) | (bits_TV << (-turn & 31))).to(tl.int32, bitcast=True)
+        both_TV = (both_TV & mask) | ones
+        even_TV, odd_TV = both_TV.to(tl.int16), (both_TV >> 16).to(tl.int16)
     return tl.reshape(tl.join(even_TV, odd_TV), (T, E)).to(FACTOR, bitcast=True)
 
 
