@@ -4,7 +4,7 @@ Key row t of all KV heads side by side (``[T, K D]``) is about ``left[t] @ right
 decomposition of a prompt's keys, computed jointly over the heads (ShadowKV, arXiv 2410.21465, section 4.1 and
 algorithm 1). The left factor has orthonormal columns and is shared by the heads; the singular values are in the right.
 Suffixes: B sequences, T tokens, K KV heads, D head size, F = K D key columns, U kept columns (the rank), N chunks,
-C tokens of a chunk, S chunks of one request, P = D / 2 frequency pairs.
+C tokens of a chunk, S chunks of one request, P = D / 2 frequency pairs, Z = cosine and sine.
 """
 
 from __future__ import annotations
@@ -41,22 +41,30 @@ def factorise(keys_TF: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary embedding at any position. frequency_P: angle per position, fp32; scale: factor of cosines and sines."""
+    """Rotary embedding of any position of a prompt, by a table that all layers and sequences share.
 
-    frequency_P: Tensor
-    scale: float
+    table_TZP: cosines and sines as ``Decoder.rotation`` gives them, in the model's dtype: keys that come back from the
+    factors are turned by the same numbers as those of the prefill. Computing them anew would cost a rebuild more than
+    its products do.
+    """
+
+    table_TZP: Tensor
 
     @classmethod
-    def of(cls, model: ModelConfig, ledger: Ledger) -> Rotation:
+    def of(cls, model: ModelConfig, positions: int, dtype: torch.dtype, ledger: Ledger) -> Rotation:
+        """The table of the first ``positions`` positions."""
         frequency_P, scale = inverse_frequencies(model.rope, model.head_dim)
-        kept_P = ledger.on_device("tables", tuple(frequency_P.shape), torch.float32)
-        return cls(kept_P.copy_(frequency_P), scale)
+        table_TZP = ledger.on_device("rotation", (positions, 2, len(frequency_P)), dtype)
+        if ledger.device.type != "meta":
+            angle_TP = torch.arange(positions)[:, None].float() * frequency_P
+            table_TZP.copy_(torch.stack((angle_TP.cos(), angle_TP.sin()), dim=1) * scale)
+        return cls(table_TZP)
 
     def __call__(self, keys_XD: Tensor, position_X: Tensor) -> Tensor:
         """Rotate fp32 keys ``[..., D]`` to their positions ``[...]``."""
-        angle_1YP = position_X.reshape(1, -1, 1).float() * self.frequency_P
+        cos_1YP, sin_1YP = self.table_TZP[position_X.reshape(1, -1)].float().unbind(dim=2)
         keys_1Y1D = keys_XD.reshape(1, -1, 1, keys_XD.shape[-1])
-        return rotate(keys_1Y1D, angle_1YP.cos() * self.scale, angle_1YP.sin() * self.scale).view_as(keys_XD)
+        return rotate(keys_1Y1D, cos_1YP, sin_1YP).view_as(keys_XD)
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ generated tokens are exact. Generated tokens are never chunked nor dropped: the 
 ``generated``; who drives the method without it must count.
 The sparse buffer of a layer keeps the rotated keys and values of the last selection. Chunks selected again stay; of the
 others, values cross the link on a side stream while keys are rebuilt on the compute stream.
-A layer's values cannot be asked for before its selection, so the link would idle meanwhile. So the batch is taken in
-parts: while the values of one part cross the link, the next part selects and the one before attends.
+A layer's values cannot be asked for before its selection, and no other work of the layer is left then but the rebuild:
+link and compute units would wait for each other. So a large batch is taken in parts that take turns through the layers
+(micro-batches): while the values of one cross the link, another computes. Every part reads the weights once more.
 
 Device bytes that grow with the prompt, Llama-3-8B in 16 bits, all layers: left factors 160 x 2 x 32 = 10,240 a token,
 landmarks 8 x 128 x 2 / 8 x 32 = 8,192; together 18,432. The public code also keeps the chunk numbers of landmarks,
 256 a token, which are not needed where excluded chunks are masked; 18,688 with them. Scores and look-up tables, shared
-by the layers, add 19.
+by the layers, add 19; cosines and sines, shared by the sequences too, 256 a position.
 Suffixes: B sequences, R rows (1), T tokens, H query heads, K KV heads, D head size, N chunks, S selected chunks,
 C tokens of a chunk, X = K and V.
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -40,9 +42,8 @@ from dualdecoder.ops import Counting, History, LayerState, Ops, ReferenceFetch, 
 from dualdecoder.telemetry import Telemetry, share
 from dualdecoder.transfer import SideStream
 
-# Of a part of the batch: fewer sequences do not fill a GPU, more parts cost more launches than they hide.
-PART_SEQUENCES = 4
-MAX_PARTS = 4
+# From this batch on, two parts hide more of the transfers than reading the weights twice costs.
+SEQUENCES_OF_TWO_PARTS = 8
 COUNTS = ("selected", "hit", "urgent", "reused", "comparable")
 # (a layer's factors, misses, buffer): rebuild the keys of the misses into their slots.
 Rebuild = Callable[[LowRankKeys, Any, ChunkBuffer], None]
@@ -54,7 +55,7 @@ class ShadowKVConfig(ChunkConfig):
 
     rank: columns of the factors; cut to the number of key columns (KV heads times head size).
     generated: most tokens that can be generated after a prompt; they take device memory from the start.
-    parts: parts of the batch that overlap each other's transfers; 0: one for every four sequences, at most four.
+    parts: parts of the batch that take turns; 0: on a GPU two for a large batch, otherwise one.
     """
 
     rank: int = 160
@@ -107,7 +108,8 @@ class ShadowKV(KVMethod):
         self.started = self.comparable = False
         self._allocate_memory()
         self.rebuild = self._make_rebuild()
-        self.parts = [self._make_part(sequences) for sequences in self._split()]
+        self.micro_batches = self._split()
+        self.parts = [self._make_part(sequences) for sequences in self.micro_batches]
         self.link = SideStream(self.ledger.device, urgent=True)
 
     def _allocate_memory(self) -> None:
@@ -120,7 +122,8 @@ class ShadowKV(KVMethod):
         shared = {"chunks": self.chunks, "chunk": chunk, "dtype": self.dtype, "ledger": ledger}
         lengths, kept = (self.length_B, self.chunks_B), {"outliers": config.outliers, "window": self._window_tokens()}
         self.layers = [LayerState.allocate(model, *lengths, **kept, **shared) for _ in layers]
-        rotation, factors = Rotation.of(model, ledger), {"batch": self.batch, "rank": config.rank}
+        rotation = Rotation.of(model, self.chunks * chunk, self.dtype, ledger)
+        factors = {"batch": self.batch, "rank": config.rank}
         self.keys = [LowRankKeys.allocate(model, rotation, **factors, **shared) for _ in layers]
         self.buffers = [ChunkBuffer.allocate(model, self.batch, self.slots, chunk, self.dtype, ledger) for _ in layers]
         table = (self.batch, model.kv_heads, self.slots)
@@ -133,11 +136,11 @@ class ShadowKV(KVMethod):
         most = config.local + config.chunk - 1 + config.generated
         return math.ceil(min(most, self.context) / config.chunk) * config.chunk
 
-    def _split(self) -> list[slice]:
-        parts = self.config.parts or min(MAX_PARTS, self.batch // PART_SEQUENCES)
-        parts = max(1, min(parts, self.batch))
+    def _split(self) -> tuple[slice, ...]:
+        takes_turns = self.device_type == "cuda" and self.batch >= SEQUENCES_OF_TWO_PARTS
+        parts = min(self.config.parts or (2 if takes_turns else 1), self.batch)
         bounds = [part * self.batch // parts for part in range(parts + 1)]
-        return [slice(begin, end) for begin, end in pairwise(bounds)]
+        return tuple(slice(begin, end) for begin, end in pairwise(bounds))
 
     def _make_part(self, sequences: slice) -> Part:
         layers, keys, buffers = (
@@ -198,15 +201,26 @@ class ShadowKV(KVMethod):
             part.ops.begin_step(self.chunks_B[part.sequences])
 
     def attend(self, layer: int, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor) -> Tensor:
-        found = [self._bring_in(number, layer, q_BRHD[part.sequences]) for number, part in enumerate(self.parts)]
-        outputs = []
-        for number, (part, (chosen_BKS, slot_BKS)) in enumerate(zip(self.parts, found, strict=True)):
-            q, k, v = (t[part.sequences] for t in (q_BRHD, k_BRKD, v_BRKD))
-            state, buffer = part.layers[layer], part.buffers[layer]
-            self.link.wait(number)
-            outputs.append(part.ops.attend(q, k, v, state, buffer, chosen_BKS, slot_BKS))
-            part.ops.append(k[:, 0], v[:, 0], state, self.commit_B[part.sequences])
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        given = [[t[part.sequences] for t in (q_BRHD, k_BRKD, v_BRKD)] for part in self.parts]
+        calls = [self.begin_attention(number, layer, *tensors) for number, tensors in enumerate(given)]
+        return torch.cat([call() for call in calls])
+
+    def begin_attention(
+        self, micro_batch: int, layer: int, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor
+    ) -> Callable[[], Tensor]:
+        chosen_BKS, slot_BKS = self._bring_in(micro_batch, layer, q_BRHD)
+        return partial(self._attend, micro_batch, layer, q_BRHD, k_BRKD, v_BRKD, chosen_BKS, slot_BKS)
+
+    def _attend(
+        self, number: int, layer: int, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor, chosen_BKS: Tensor,
+        slot_BKS: Tensor,
+    ) -> Tensor:  # fmt: skip
+        part = self.parts[number]
+        state = part.layers[layer]
+        self.link.wait(number)
+        o_BRHD = part.ops.attend(q_BRHD, k_BRKD, v_BRKD, state, part.buffers[layer], chosen_BKS, slot_BKS)
+        part.ops.append(k_BRKD[:, 0], v_BRKD[:, 0], state, self.commit_B[part.sequences])
+        return o_BRHD
 
     def _bring_in(self, number: int, layer: int, q_BRHD: Tensor) -> tuple[Tensor, Tensor]:
         """Select for one part, and start what its buffer lacks; returns chosen chunks and their slots."""

@@ -10,6 +10,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -74,8 +75,10 @@ class KVMethod(ABC):
     transfers: on a GPU, False switches the link off, only to time a step without it; results are then meaningless.
     rewrite: replaces the sets of a method that selects chunks; None lets them be.
     copies_layers: whether some transfers are plain copies of a layer's whole KV, which are faster than gathers.
+    micro_batches: sequences that go through the layers together. Several take turns: while one waits for its
+        transfers, the next computes.
 
-    Decode is ``begin_step``, ``attend`` once per layer in order, ``end_step``. Nothing in it may depend on the
+    Decode is ``begin_step``, attention once per layer in order, ``end_step``. Nothing in it may depend on the
     value of device data from the host side: no ``.item()``, no data-dependent shape, no branch.
     """
 
@@ -91,6 +94,7 @@ class KVMethod(ABC):
     transfers: bool = True
     rewrite: Rewrite | None = None
     copies_layers: ClassVar[bool] = False
+    micro_batches: tuple[slice, ...] = (slice(None),)
 
     def __init__(
         self,
@@ -153,6 +157,16 @@ class KVMethod(ABC):
     @abstractmethod
     def attend(self, layer: int, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor) -> Tensor:
         """Attention output ``[B, R, H, D]`` of this step's rows. Rows are causal among themselves."""
+
+    def begin_attention(
+        self, micro_batch: int, layer: int, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor
+    ) -> Callable[[], Tensor]:
+        """Start ``attend`` for the sequences of one of ``micro_batches``; the returned call gives their output.
+
+        Until that call, which comes before the micro-batch's next layer, the other micro-batches have their turn. This
+        one starts nothing ahead; a method with several micro-batches has its own.
+        """
+        return partial(self.attend, layer, q_BRHD, k_BRKD, v_BRKD)
 
     @abstractmethod
     def end_step(self) -> None:

@@ -5,6 +5,8 @@ Suffixes: B sequences, R rows, E model width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -19,14 +21,30 @@ def decode_step(model: Decoder, method: KVMethod, tokens_BR: Tensor, lengths_B: 
     ``commit_B`` (bool): row 0 of these sequences is added to the context; all other rows leave no trace.
     """
     positions_BR = lengths_B[:, None] + torch.arange(tokens_BR.shape[1], device=tokens_BR.device)
+    method.begin_step(tokens_BR.shape[1], commit_B)
+    turns = [
+        _layers(model, method, number, tokens_BR[sequences], positions_BR[sequences])
+        for number, sequences in enumerate(method.micro_batches)
+    ]
+    for _ in range(model.config.layers):
+        for turn in turns:
+            next(turn)
+    hidden = [next(turn) for turn in turns]
+    method.end_step()
+    return model.logits(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
+
+
+def _layers(
+    model: Decoder, method: KVMethod, micro_batch: int, tokens_BR: Tensor, positions_BR: Tensor
+) -> Iterator[Tensor]:
+    """All layers of one micro-batch: gives way in each once its attention has begun; last come the hidden states."""
     rotation = model.rotation(positions_BR)
     x_BRE = model.embed(tokens_BR)
-    method.begin_step(tokens_BR.shape[1], commit_B)
     for layer in range(model.config.layers):
         p = model.project(layer, x_BRE, rotation)
         if method.foresees and layer + 1 < model.config.layers:
             method.foresee(layer + 1, model.query(layer + 1, x_BRE, rotation, normed_by=layer))
-        o_BRHD = method.attend(layer, p.q_BRHD, p.k_BRKD, p.v_BRKD)
-        x_BRE = model.finish_layer(layer, x_BRE, o_BRHD)
-    method.end_step()
-    return model.logits(x_BRE)
+        attention = method.begin_attention(micro_batch, layer, p.q_BRHD, p.k_BRKD, p.v_BRKD)
+        yield x_BRE
+        x_BRE = model.finish_layer(layer, x_BRE, attention())
+    yield x_BRE

@@ -7,8 +7,8 @@ a head together, so a tile has one head or two: the program takes one product a 
 that head's rows. Any other order is right too, only slower.
 
 Bytes at D 128, rank 160, 16 bits, C 8, a chunk and KV head: 2,560 of the left factor read, 2,048 of keys written. A
-tile reads a right factor (40 KiB) from L2. B 16, K 8, 102 misses a head: 60 MB, 4.3 GFLOP; 0.015 ms at 4.1 TB/s
-expected, not measured, beside 0.53 ms that the values take on the link.
+tile reads a right factor (40 KiB) and its cosines and sines (256 a token) from L2. B 16, K 8, 102 misses a head: 60 MB,
+4.3 GFLOP; 0.015 ms at 4.1 TB/s at the least, beside 0.53 ms that the values take on the link.
 Suffixes: B sequences, K KV heads, N chunks, C tokens of a chunk, M = tokens of a tile, U rank, D head size,
 P = D / 2 pairs, Z slots, X = K and V.
 """
@@ -66,22 +66,23 @@ def _product(
 
 @triton.jit
 def _rebuild_kernel(
-    left_ptr, right_ptr, frequency_ptr, records_ptr, entries_ptr, count_ptr, scale, capacity, heads, chunks, slots,
+    left_ptr, right_ptr, table_ptr, records_ptr, entries_ptr, count_ptr, capacity, heads, chunks, slots,
     U: tl.constexpr, C: tl.constexpr, D: tl.constexpr, PP: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_U: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     count = tl.load(count_ptr)
     m, p = tl.arange(0, CHUNKS * C), tl.arange(0, PP)
     token_M, real_1P = m % C, (p < D // 2)[None, :]
-    frequency_1P = tl.load(frequency_ptr + p, mask=p < D // 2, other=0.0)[None, :]
     for begin in range(tl.program_id(0) * CHUNKS, count, tl.num_programs(0) * CHUNKS):
         entry_M = begin + m // C
         listed_M = entry_M < count
         head_M = tl.load(entries_ptr + entry_M, mask=listed_M, other=NO_HEAD)
         chunk_M = tl.load(entries_ptr + capacity + entry_M, mask=listed_M, other=0)
         slot_M = tl.load(entries_ptr + 2 * capacity + entry_M, mask=listed_M, other=0)
-        angle_MP = (chunk_M * C + token_M).to(tl.float32)[:, None] * frequency_1P
-        cos_MP, sin_MP = tl.cos(angle_MP) * scale, tl.sin(angle_MP) * scale
+        turn_MP = table_ptr + (chunk_M * C + token_M)[:, None] * D + p[None, :]
+        turned_MP = listed_M[:, None] & real_1P
+        cos_MP = tl.load(turn_MP, mask=turned_MP, other=0.0).to(tl.float32)
+        sin_MP = tl.load(turn_MP + D // 2, mask=turned_MP, other=0.0).to(tl.float32)
         head = tl.min(head_M, axis=0)
         while head < NO_HEAD:
             mine_M, wide = head_M == head, head.to(tl.int64)
@@ -91,10 +92,10 @@ def _rebuild_kernel(
             )
             at_MP = records_ptr + ((wide * slots + slot_M) * (2 * C) + token_M)[:, None] * D + p[None, :]
             stored_MP = mine_M[:, None] & real_1P
-            turned_MP = first_MP * cos_MP - second_MP * sin_MP
-            tl.store(at_MP, turned_MP.to(records_ptr.dtype.element_ty), mask=stored_MP)
-            turned_MP = second_MP * cos_MP + first_MP * sin_MP
-            tl.store(at_MP + D // 2, turned_MP.to(records_ptr.dtype.element_ty), mask=stored_MP)
+            key_MP = first_MP * cos_MP - second_MP * sin_MP
+            tl.store(at_MP, key_MP.to(records_ptr.dtype.element_ty), mask=stored_MP)
+            key_MP = second_MP * cos_MP + first_MP * sin_MP
+            tl.store(at_MP + D // 2, key_MP.to(records_ptr.dtype.element_ty), mask=stored_MP)
             head = tl.min(tl.where(head_M > head, head_M, NO_HEAD), axis=0)
 
 
@@ -111,8 +112,8 @@ def rebuild_keys(keys: LowRankKeys, fetch: FetchList, records_BKZXCD: Tensor, *,
     tile, num_warps = (TILE_TOKENS_FP32, NUM_WARPS_FP32) if wide else (TILE_TOKENS, NUM_WARPS)
     kv_heads, slots, head_dim = keys.right_BKUD.shape[1], records_BKZXCD.shape[2], keys.right_BKUD.shape[3]
     _rebuild_kernel[(programs,)](
-        keys.left_BNCU, keys.right_BKUD, keys.rotation.frequency_P, records_BKZXCD, fetch.entries, fetch.count,
-        keys.rotation.scale, fetch.entries.shape[1], kv_heads, chunks, slots, U=rank, C=chunk, D=head_dim,
+        keys.left_BNCU, keys.right_BKUD, keys.rotation.table_TZP, records_BKZXCD, fetch.entries, fetch.count,
+        fetch.entries.shape[1], kv_heads, chunks, slots, U=rank, C=chunk, D=head_dim,
         PP=max(SMALLEST, triton.next_power_of_2(head_dim // 2)), CHUNKS=max(1, tile // chunk),
         BLOCK_U=RANK_BLOCK, INTERPRETED=triton.knobs.runtime.interpret, num_warps=num_warps,
     )  # fmt: skip
@@ -121,6 +122,6 @@ def rebuild_keys(keys: LowRankKeys, fetch: FetchList, records_BKZXCD: Tensor, *,
 def _check(keys: LowRankKeys, records_BKZXCD: Tensor) -> None:
     chunk = keys.left_BNCU.shape[2]
     require(chunk & (chunk - 1) == 0, "chunk", chunk, "a power of two")
-    tensors = (keys.left_BNCU, keys.right_BKUD, records_BKZXCD)
+    tensors = (keys.left_BNCU, keys.right_BKUD, keys.rotation.table_TZP, records_BKZXCD)
     require(all(t.is_contiguous() for t in tensors), "strides", "strided", "contiguous tensors")
     require(len({t.dtype for t in tensors}) == 1, "dtype", [t.dtype for t in tensors], "one dtype for all")

@@ -5,6 +5,8 @@ method's own queries over all keys of the context: the prompt's from the snapsho
 Suffixes: B sequences, R rows, H query heads, K KV heads, G = H / K, D head size, N chunks, P context tokens.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -27,20 +29,27 @@ class MassWatch:
     def __init__(self, method: KVMethod, snapshot: PrefillSnapshot) -> None:
         self.method, self.masses = method, []
         self.keys = [k_TKD.transpose(0, 1) for _, _, k_TKD, _ in snapshot.layers]
-        self._attend, method.attend = method.attend, self._watched
+        self._begin_attention, method.begin_attention = method.begin_attention, self._watched
         method.rewrite = self._see
 
     def _see(self, layer: int, chosen_BKS: Tensor, predicted_BKS: Tensor) -> tuple[Tensor, Tensor]:
         self.chosen_BKS = chosen_BKS
         return chosen_BKS, predicted_BKS
 
-    def _watched(self, layer: int, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor) -> Tensor:
-        o_BRHD = self._attend(layer, q_BRHD, k_BRKD, v_BRKD)
-        # A step of fewer rows comes before decoding and commits nothing.
-        if q_BRHD.shape[1] == self.method.rows:
-            self.keys[layer] = torch.cat((self.keys[layer], k_BRKD[0, 0][:, None]), dim=1)
-            self.masses.append(self._mass(layer, q_BRHD[0, 0]))
-        return o_BRHD
+    def _watched(
+        self, micro_batch: int, layer: int, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor
+    ) -> Callable[[], Tensor]:
+        attend = self._begin_attention(micro_batch, layer, q_BRHD, k_BRKD, v_BRKD)
+
+        def attend_and_look() -> Tensor:
+            o_BRHD = attend()
+            # A step of fewer rows comes before decoding and commits nothing.
+            if q_BRHD.shape[1] == self.method.rows:
+                self.keys[layer] = torch.cat((self.keys[layer], k_BRKD[0, 0][:, None]), dim=1)
+                self.masses.append(self._mass(layer, q_BRHD[0, 0]))
+            return o_BRHD
+
+        return attend_and_look
 
     def _mass(self, layer: int, q_HD: Tensor) -> float:
         k_KPD = self.keys[layer]

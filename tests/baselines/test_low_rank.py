@@ -57,7 +57,7 @@ def test_full_rank_gives_back_the_models_keys(kind: str) -> None:
     expected_TKD = rotate(keys_TKD[None], *random_decoder(shape).rotation(torch.arange(200)[None]))[0]
     ledger = Ledger("cpu")
     sizes = {"batch": 2, "chunks": 30, "chunk": 4, "rank": 999, "dtype": torch.float32, "ledger": ledger}
-    keys = LowRankKeys.allocate(shape, Rotation.of(shape, ledger), **sizes)
+    keys = LowRankKeys.allocate(shape, Rotation.of(shape, 120, torch.float32, ledger), **sizes)
     assert keys.rank == 30
     keys.write_prompt(1, keys_TKD, 25)
     chunk_BKS = torch.tensor([24, 0, 7, 13]).expand(2, 3, 4)

@@ -27,6 +27,7 @@ def test_bytes_a_prompt_token_at_llama_3_8b() -> None:
     assert (grown.pop("left_factors"), grown.pop("landmarks")) == (factors, landmarks) == (10_240, 8_192)
     assert factors + landmarks == 18_432
     assert factors + landmarks + 8 * 8 * 32 // CHUNK == 18_688
+    assert grown.pop("rotation") == 128 * 2, "a position, for the whole batch"
     assert set(grown) == {"workspace"}
     assert grown["workspace"] < 0.01 * 18_432
     assert (long.host["kv"] - short.host["kv"]) / 65536 == 65_536, "values only"

@@ -1,6 +1,7 @@
 """A telling small model; recording and forcing predictions, to show that they never change the result."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -27,16 +28,22 @@ class Trace:
 def trace(run: Run) -> Trace:
     """Take all steps of a run and record them."""
     result, method = Trace(), run.method
-    attend = method.attend
+    begin_attention = method.begin_attention
 
-    def recording_attend(layer: int, *tensors: Tensor) -> Tensor:
-        output = attend(layer, *tensors)
-        if layer == 0:
-            result.selections.append([])
-        result.selections[-1].append(method.selected[layer].clone())
-        return output
+    def recording(micro_batch: int, layer: int, *tensors: Tensor) -> Callable[[], Tensor]:
+        attend = begin_attention(micro_batch, layer, *tensors)
 
-    method.attend = recording_attend
+        def attend_and_record() -> Tensor:
+            output = attend()
+            if micro_batch == len(method.micro_batches) - 1:
+                if layer == 0:
+                    result.selections.append([])
+                result.selections[-1].append(method.selected[layer].clone())
+            return output
+
+        return attend_and_record
+
+    method.begin_attention = recording
     for step in run.steps:
         result.logits.append(step.logits_BV)
         result.tokens.append(step.token_B)

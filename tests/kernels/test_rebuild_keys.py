@@ -22,7 +22,7 @@ def factors(
     shape = ModelConfig("shape", 2, 8, 8, heads, heads, head_dim, 16, 4096, YARN)
     ledger = Ledger(device)
     sizes = {"batch": batch, "chunks": chunks, "chunk": chunk, "rank": rank, "dtype": dtype, "ledger": ledger}
-    return LowRankKeys.allocate(shape, Rotation.of(shape, ledger), **sizes)
+    return LowRankKeys.allocate(shape, Rotation.of(shape, chunks * chunk, dtype, ledger), **sizes)
 
 
 def check(
@@ -43,7 +43,7 @@ def check(
     rebuilt_BKSCD = keys.rebuilt(chunk_BKS)
     records_BKSXCD = torch.full((*rebuilt_BKSCD.shape[:3], 2, *rebuilt_BKSCD.shape[3:]), torch.nan)
     records_BKSXCD = records_BKSXCD.to(device, rebuilt_BKSCD.dtype)
-    rotation = Rotation(keys.rotation.frequency_P.to(device), keys.rotation.scale)
+    rotation = Rotation(keys.rotation.table_TZP.to(device))
     moved = LowRankKeys(keys.left_BNCU.to(device), keys.right_BKUD.to(device), rotation)
     rebuild_keys(moved, fetch_list(entries, device), records_BKSXCD, programs=programs)
     got_BKSCD, values_BKSCD = records_BKSXCD.cpu().unbind(dim=3)
