@@ -111,6 +111,8 @@ class ShadowKV(KVMethod):
         self.micro_batches = self._split()
         self.parts = [self._make_part(sequences) for sequences in self.micro_batches]
         self.link = SideStream(self.ledger.device, urgent=True)
+        # A rebuild waits for scattered reads, which the other part's matrix products do not mind.
+        self.rebuilding = SideStream(self.ledger.device, urgent=False)
 
     def _allocate_memory(self) -> None:
         model, config, ledger = self.model, self.config, self.ledger
@@ -196,6 +198,7 @@ class ShadowKV(KVMethod):
         require(rows == 1, "rows", rows, "1: this method has no second row")
         self.comparable, self.started = self.started, True
         self.link.join()
+        self.rebuilding.join()
         self.commit_B = commit_B
         for part in self.parts:
             part.ops.begin_step(self.chunks_B[part.sequences])
@@ -218,6 +221,7 @@ class ShadowKV(KVMethod):
         part = self.parts[number]
         state = part.layers[layer]
         self.link.wait(number)
+        self.rebuilding.wait(number)
         o_BRHD = part.ops.attend(q_BRHD, k_BRKD, v_BRKD, state, part.buffers[layer], chosen_BKS, slot_BKS)
         part.ops.append(k_BRKD[:, 0], v_BRKD[:, 0], state, self.commit_B[part.sequences])
         return o_BRHD
@@ -235,7 +239,8 @@ class ShadowKV(KVMethod):
         if self.transfers:
             with self.link.work(number):
                 part.ops.fetch(self.host, layer, misses, buffer)
-        self.rebuild(part.keys[layer], misses, buffer)
+        with self.rebuilding.work(number):
+            self.rebuild(part.keys[layer], misses, buffer)
         return chosen_BKS, slot_BKS
 
     def end_step(self) -> None:

@@ -46,7 +46,7 @@ def _product(
     u, p_1P = tl.arange(0, BLOCK_U), tl.arange(0, PP)[None, :]
     first_MP = tl.zeros((row_M.shape[0], PP), tl.float32)
     second_MP = tl.zeros((row_M.shape[0], PP), tl.float32)
-    for begin in tl.static_range(0, U, BLOCK_U):
+    for begin in range(0, U, BLOCK_U):
         real_U = begin + u < U
         left_MU = tl.load(
             left_ptr + row_M[:, None] * U + (begin + u)[None, :], mask=mine_M[:, None] & real_U[None, :], other=0.0
