@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from baselines.admission import Prediction, ReferenceAdmission, Resident
-from baselines.kernels.admit import TritonAdmission, admit_blocks, padded
+from baselines.kernels.admit import TritonAdmission, admit_blocks
 from dualdecoder.buffers import ChunkBuffer
 from dualdecoder.errors import ConfigError
 from dualdecoder.kernels.slots import FetchList
@@ -59,13 +59,12 @@ def assert_matches(held: Tensor, used: Tensor, prediction: Prediction, cap: int,
     heads = held.shape[0] * held.shape[1]
     fetch = FetchList.allocate(Ledger(device), heads * cap)
     fetch.entries.fill_(1 << 30)
-    keys = torch.full((heads * 3 * padded(held.shape[2]),), -77, device=device)
     numbers = prediction.number_BKS
     # Keep the strides of a view.
     moved = numbers.to(device) if device == "cpu" else numbers._base.to(device)[:, 1]
     tables = (prediction.scores_BKN, prediction.clock_B, prediction.commit_B)
     on_device = Prediction(moved, *(t.to(device) for t in tables))
-    admit_blocks(on_device, got, got_counts_F, fetch, keys, cap)
+    admit_blocks(on_device, got, got_counts_F, fetch, cap)
     assert torch.equal(got.buffer.held_BKS.cpu(), expected.buffer.held_BKS)
     assert torch.equal(got.used_BKS.cpu(), expected.used_BKS)
     assert (got_counts_F.cpu() - torch.tensor([5, 6, 7])).tolist() == counts_F.tolist()
