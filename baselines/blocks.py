@@ -35,6 +35,8 @@ class BlockMethod(KVMethod):
 
     devices = ("cpu", "cuda")
     graphable = True
+    # Whether blocks are scored and selected on a stream beside the layers.
+    selects_aside = False
     config: BlockConfig
 
     def allocate(self) -> None:
@@ -70,7 +72,7 @@ class BlockMethod(KVMethod):
 
         return TritonBlockOps(
             self.model, batch=self.batch, rows=self.rows, chunks=self.chunks, slots=self.slots,
-            listed=self.listed_blocks(), dtype=self.dtype, ledger=self.ledger,
+            listed=self.listed_blocks(), aside=self.selects_aside, dtype=self.dtype, ledger=self.ledger,
         )  # fmt: skip
 
     def listed_blocks(self) -> set[int]:

@@ -65,6 +65,7 @@ class OasisKV(BlockMethod):
         limits="attends to what was resident in time; a block that is needed at once and was not foreseen is missed",
     )  # fmt: skip
     rows = 2
+    selects_aside = True
     config: OasisKVConfig
 
     def allocate(self) -> None:

@@ -31,11 +31,14 @@ FEWEST_TILES = 4
 
 
 class TritonBlockOps:
-    """Kernels and their workspaces for one method instance. ``listed``: lengths of the lists to attend to."""
+    """Kernels and their workspaces for one method instance.
+
+    listed: lengths of the lists to attend to. aside: ``select`` runs on a stream beside other kernels.
+    """
 
     def __init__(
         self, model: ModelConfig, *, batch: int, rows: int, chunks: int, slots: int, listed: Iterable[int],
-        dtype: torch.dtype, ledger: Ledger,
+        aside: bool, dtype: torch.dtype, ledger: Ledger,
     ) -> None:  # fmt: skip
         require(slots <= MAX_COUNT, "budget", (slots + 1) * BLOCK, f"at most {(MAX_COUNT + 1) * BLOCK} tokens on a GPU")
         heads, head_dim = (batch, model.kv_heads), model.head_dim
@@ -43,7 +46,7 @@ class TritonBlockOps:
         self.scores_BKRN = ledger.on_device("workspace", (*heads, 1, row_length(chunks)), torch.float32)
         no_logsumexp = ledger.on_device("workspace", (batch * model.kv_heads,), torch.float32)
         self.keys = ScoreWorkspace(self.scores_BKRN.flatten(), no_logsumexp, row_length(chunks))
-        self.top_workspace = TopWorkspace.allocate(ledger, batch * model.kv_heads, chunks, slots)
+        self.top_workspace = TopWorkspace.allocate(ledger, batch * model.kv_heads, chunks, slots, shared=aside)
         self.chosen_BRKS = ledger.on_device("workspace", (batch, 1, model.kv_heads, slots), torch.int64)
         self.slot_BKS = ledger.on_device("workspace", (*heads, slots), torch.int32)
         self.output = ledger.on_device("workspace", (batch * rows * model.query_heads * head_dim,), dtype)

@@ -63,6 +63,7 @@ def test_quest(device: str, dense_layers: int) -> None:
         made(SHAPE, config, **sizes, dtype=torch.float32, device=place)
         for made, place in ((Quest, "cpu"), (TritonQuest, device))
     )
+    assert not kernels.ops.top_workspace.shared
     assert_same_steps(reference, kernels, device)
     for expected, got in zip(reference.pages, kernels.pages, strict=True):
         assert torch.equal(got.cpu(), expected)
@@ -74,6 +75,8 @@ def test_oasiskv(device: str) -> None:
         made(SHAPE, config, **sizes, dtype=torch.float32, device=place)
         for made, place in ((OasisKV, "cpu"), (TritonOasisKV, device))
     )
+    # Its selection has other kernels beside it; Quest's has not.
+    assert kernels.ops.top_workspace.shared
     assert_same_steps(reference, kernels, device)
     assert kernels.statistics() == reference.statistics()
     assert reference.statistics()["admitted"] > 0
