@@ -2,9 +2,9 @@
 
 One program a sequence and KV head; nothing but its tables and its part of the list goes through device memory. It
 compares all predicted with all resident blocks in registers, then sorts a key of every new block and one of every slot
-that may be taken: the r-th new block takes the r-th slot. A key is unique: the score or the clock above, the
-block number or the slot in the lower 32 bits. At 128 slots these are 1650 instructions a warp without a loop; three
-round trips to memory remain: tables, scores, the place in the list.
+that may be taken: the r-th new block takes the r-th slot. A key is unique: the score or the clock above, the block
+number or the slot in the lower 32 bits. At 128 slots these are 1650 instructions a warp without a loop; three round
+trips to memory remain: tables, scores, the place in the list.
 Suffixes: B sequences, K KV heads, S resident or predicted blocks padded to a power of two.
 """
 
