@@ -10,7 +10,7 @@ What limits this kernel is the number of instructions: ``lowbit_products.py`` sa
 long side of both products; the few query rows are their columns. Sums over tokens stay apart by place in the tile until
 the end; only the peak is shared after each group.
 
-The last row's logits, base 2, go to ``logits_BHT`` by position; ``lowbit_top.py`` makes probabilities of them.
+The last row's logits, base 2, go to ``logits_BKTG`` by position; ``lowbit_top.py`` makes probabilities of them.
 Bytes of a token and KV head at D 128 in 16 bits: 64 of codes, 16 of levels, 1 of marks, and 4 G written.
 Suffixes: B sequences, R rows, H query heads, K KV heads, G = H / K, M = R G query rows of a KV head (padded), D head
 size, W tokens of a group, P blocks of words, N groups, T tokens of a tile or of all, C groups of E channels (1 or 2),
@@ -26,9 +26,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baselines.kernels.lowbit_products import NumberFormat, add_low_values, low_scores
+from baselines.kernels.lowbit_products import (
+    NumberFormat,
+    add_low_values,
+    by_column,
+    low_scores,
+    of_tokens,
+    rotate,
+    sum_by_thread,
+)
 from dualdecoder.errors import require
-from dualdecoder.kernels.online_softmax import LOG2_E, MERGED_ROWS, PADDED_ROWS, TRITON_TYPES, factor_type, finish_split
+from dualdecoder.kernels.online_softmax import LOG2_E, PADDED_ROWS, TRITON_TYPES, factor_type, finish_split
 from dualdecoder.kernels.sparse_attention import SparseAttentionWorkspace
 
 # About four programs a multiprocessor of an H200; more splits make the merge dear.
@@ -38,7 +46,9 @@ MAX_SPLITS = 64
 SMALLEST_TILE = 16
 FEWEST_COLUMNS = 8
 # Two warps: what each of them repeats for a group of keys is a fifth of the work. Without matrix units, products spill.
-NUM_WARPS = 2
+NUM_WARPS = 1
+TILE_TOKENS = 32
+MERGED_SPLITS = 2
 NUM_WARPS_FP32 = 8
 NUM_STAGES = 2
 
@@ -52,7 +62,7 @@ class LowBitTokens(NamedTuple):
 
     key_codes_BKPWD: Tensor
     key_levels_BKNLD: Tensor
-    value_codes_BKPWD: Tensor
+    value_codes_BKPDW: Tensor
     value_levels_BKLCT: Tensor
     ring_BKXWD: Tensor
     marked_BKT: Tensor
@@ -85,62 +95,133 @@ def _weigh(score_TM, peak_M):
 
 
 @triton.jit
-def _keep(score_TM, logits_M, last_M, token_T, kept_T):
-    """The last row's scores to their positions; ``logits_M`` points to the rows of the query heads."""
-    tl.store(logits_M[None, :] + token_T[:, None], score_TM, mask=last_M[None, :] & kept_T[:, None])
+def _keep(score_TM, logits_ptr, token_T2, kept_T2, G: tl.constexpr, R: tl.constexpr, M: tl.constexpr):
+    """The last row's scores to their tokens' places."""
+    T: tl.constexpr = score_TM.shape[0]
+    m = tl.arange(0, M // 2)[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
+    at = logits_ptr + token_T2.to(tl.int64) * G + (m - (R - 1) * G)
+    tl.store(at, tl.reshape(score_TM, (T, M // 2, 2)), mask=kept_T2 & (m >= (R - 1) * G) & (m < R * G))
+
+
+@triton.jit
+def _levels(
+    key_levels_ptr, value_levels_ptr, marked_ptr, group, first, low, tokens, to_zero, real, T: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """Of one tile: scales and zeros of its keys and values, and which tokens are neither marked nor beyond ``low``."""
+    I: tl.constexpr = D if D < 32 else 32
+    x, i = tl.arange(0, D // I * M), tl.arange(0, I)
+    key_XI = key_levels_ptr + group * (2 * D) + (x // M * I)[:, None] + i[None, :]
+    here = real & (group * W < low)
+    scale_XI = tl.load(key_XI, mask=here, other=0.0)
+    zero_XI = tl.load(key_XI + D, mask=here, other=0.0)
+    run_A41, token_A4J = _tokens(first, T, 1), _tokens(first, T, T // 8)
+    # Whole runs, for loads of vectors.
+    levels_A4J, real_A41 = value_levels_ptr + token_A4J, (run_A41 < low) & real
+    lo_scale = tl.load(levels_A4J, mask=real_A41, other=0.0)
+    lo_zero = tl.load(levels_A4J + to_zero, mask=real_A41, other=0.0)
+    hi_scale, hi_zero = lo_scale, lo_zero
+    if D > E:
+        hi_scale = tl.load(levels_A4J + tokens, mask=real_A41, other=0.0)
+        hi_zero = tl.load(levels_A4J + tokens + to_zero, mask=real_A41, other=0.0)
+    marked_A4J = tl.load(marked_ptr + token_A4J, mask=real_A41, other=1)
+    return scale_XI, zero_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked_A4J
+
+
+@triton.jit
+def _tokens(first, T: tl.constexpr, J: tl.constexpr):
+    """Tokens of a tile as ``[8, 4, J]``, four times each."""
+    a, j, four = tl.arange(0, 8)[:, None, None], tl.arange(0, J)[None, None, :], tl.arange(0, 4)[None, :, None]
+    return first + a * (T // 8) + j + four * 0
 
 
 @triton.jit
 def _low_tokens(
-    q_DM, key_words_ptr, key_levels_ptr, value_words_ptr, value_levels_ptr, marked_ptr, logits_M, last_M, low, first,
-    end, tokens, scale, mask, ones, M: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BITS: tl.constexpr, SPAN: tl.constexpr, LIFT: tl.constexpr, FACTOR: tl.constexpr,
+    wide_q_XI, key_words_ptr, key_levels_ptr, value_words_ptr, value_levels_ptr, marked_ptr, logits_ptr, low, first_tile,
+    end_tile, tokens, scale, G: tl.constexpr, R: tl.constexpr, M: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, LIFT: tl.constexpr, GAIN: tl.constexpr, BACK: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Peak, total and both halves of the output for the tokens before ``low`` of blocks ``first`` to ``end``.
+    """Peak, total and both halves of the output for the tokens before ``low`` of some tiles of words.
 
     Pointers are those of the head; words are of 32 bits.
     """
-    PACK: tl.constexpr = 16 // BITS
-    w, pair_D, pair_E = tl.arange(0, W), tl.arange(0, D // 2), tl.arange(0, E // 2)
-    peak_M, total_WM = tl.full((M,), float("-inf"), tl.float32), tl.zeros((W, M), tl.float32)
-    lo_EM, lo_rest_WM = tl.zeros((E, M), tl.float32), tl.zeros((W, M), tl.float32)
-    hi_EM, hi_rest_WM = tl.zeros((E, M), tl.float32), tl.zeros((W, M), tl.float32)
-    wide_q_DM = q_DM * SPAN
+    PLACES: tl.constexpr = 8 // BITS
+    I: tl.constexpr = D if D < 32 else 32
+    TILES: tl.constexpr = W // T
+    key_x, key_v = tl.arange(0, D // I * T), tl.arange(0, I // 2)
+    e, value_v = tl.arange(0, E), tl.arange(0, T // 2)
+    row_t = key_x % 8 * (T // 8) + key_x % T // 8
+    key_at_XV = (row_t * (D // 2) + key_x // T * (I // 2))[:, None] + key_v[None, :]
+    value_at_EV = (e * (W // 2))[:, None] + value_v[None, :]
+    peak_M, total_AM = tl.full((M,), float("-inf"), tl.float32), tl.zeros((8, M), tl.float32)
+    lo_EM, lo_rest_AM = tl.zeros((E, M), tl.float32), tl.zeros((8, M), tl.float32)
+    hi_EM, hi_rest_AM = tl.zeros((E, M), tl.float32), tl.zeros((8, M), tl.float32)
     # From a scale to its zero.
     to_zero = tokens * (D // E)
-    for block in range(first, end):
-        word_W1 = (block * W + w).to(tl.int64)[:, None] * (D // 2)
-        key_WV = tl.load(key_words_ptr + word_W1 + pair_D[None, :])
-        lo_WV = tl.load(value_words_ptr + word_W1 + pair_E[None, :])
+    for tile in range(first_tile, end_tile):
+        block, part = tile // TILES, tile % TILES
+        words_at = block * (W * D // 2)
+        group, first = block * (2 * PLACES), block * (2 * PLACES * W) + part * T
+        key_XV = tl.load(key_words_ptr + words_at + part * (T * D // 2) + key_at_XV)
+        value_ptr = value_words_ptr + words_at + part * (T // 2)
+        lo_EV = tl.load(value_ptr + value_at_EV)
+        hi_EV = lo_EV
         if D > E:
-            hi_WV = tl.load(value_words_ptr + word_W1 + E // 2 + pair_E[None, :])
-        # A loop, not unrolled: eight bodies would not fit the instruction cache.
-        for j in range(PACK):
-            group, shift = block * PACK + j, j * BITS
-            token_W = group * W + w
-            in_low_bits_W = token_W < low
-            levels_ptr = key_levels_ptr + group * (2 * D)
-            score_WM = scale * low_scores(
-                q_DM, wide_q_DM, key_WV, levels_ptr, group * W < low, shift, mask, ones, LIFT, W, D, FACTOR
-            )
-            exists_W = in_low_bits_W & (tl.load(marked_ptr + token_W, mask=in_low_bits_W, other=1) == 0)
-            _keep(score_WM, logits_M, last_M, token_W, exists_W)
-            score_WM = tl.where(exists_W[:, None], score_WM, float("-inf"))
-            weight_WM, shrink_M, peak_M = _weigh(score_WM, peak_M)
-            total_WM = total_WM * shrink_M[None, :] + weight_WM
-            levels_W = value_levels_ptr + token_W
-            lo_EM, lo_rest_WM = add_low_values(
-                lo_EM, lo_rest_WM, weight_WM, shrink_M, lo_WV, levels_W, to_zero, in_low_bits_W, shift, mask, ones,
-                SPAN, LIFT, W, E, FACTOR,
-            )  # fmt: skip
-            if D > E:
-                levels_W += tokens
-                hi_EM, hi_rest_WM = add_low_values(
-                    hi_EM, hi_rest_WM, weight_WM, shrink_M, hi_WV, levels_W, to_zero, in_low_bits_W, shift, mask,
-                    ones, SPAN, LIFT, W, E, FACTOR,
+            hi_EV = tl.load(value_ptr + E * (W // 2) + value_at_EV)
+        if LIFT > 0:
+            key_XV, lo_EV, hi_EV = rotate(key_XV, 32 - LIFT), rotate(lo_EV, 32 - LIFT), rotate(hi_EV, 32 - LIFT)
+        scale_XI, zero_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked = _levels(
+            key_levels_ptr, value_levels_ptr, marked_ptr, group, first, low, tokens, to_zero, True, T, W, D, E, M
+        )
+        for byte in range(2):
+            mask, step = ((1 << BITS) - 1 << LIFT) * 0x10001, 1.0
+            for place in range(PLACES):
+                coded_TM, rest_TM = low_scores(wide_q_XI, scale_XI, zero_XI, key_XV, mask, T, D, M, FACTOR)
+                score_TM = coded_TM * (scale * BACK * step) + rest_TM * (scale / GAIN)
+                exists = (_tokens(first, T, T // 8) < low) & (marked == 0)
+                exists_TH1 = of_tokens(exists, T, M)
+                _keep(score_TM, logits_ptr, _rows(first, T), exists_TH1, G, R, M)
+                score_TM = tl.where(by_column(exists_TH1, T, M), score_TM, float("-inf"))
+                weight_TM, shrink_M, peak_M = _weigh(score_TM, peak_M)
+                total_AM = total_AM * shrink_M[None, :] + sum_by_thread(weight_TM, T, M)
+                lo_EM, lo_rest_AM = add_low_values(
+                    lo_EM,
+                    lo_rest_AM,
+                    weight_TM,
+                    shrink_M,
+                    lo_EV,
+                    lo_scale,
+                    lo_zero,
+                    exists,
+                    mask,
+                    GAIN * step,
+                    T,
+                    E,
+                    M,
+                    FACTOR,
+                )
+                if D > E:
+                    hi_EM, hi_rest_AM = add_low_values(
+                        hi_EM, hi_rest_AM, weight_TM, shrink_M, hi_EV, hi_scale, hi_zero, exists, mask, GAIN * step, T, E, M,
+                        FACTOR,
+                    )  # fmt: skip
+                group, first, mask, step = group + 1, first + W, mask << BITS, step * (1 / (1 << BITS))
+                scale_XI, zero_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked = _levels(
+                    key_levels_ptr, value_levels_ptr, marked_ptr, group, first, low, tokens, to_zero,
+                    byte * PLACES + place < 2 * PLACES - 1, T, W, D, E, M,
                 )  # fmt: skip
-    lo_EM, hi_EM = lo_EM + tl.sum(lo_rest_WM, axis=0)[None, :], hi_EM + tl.sum(hi_rest_WM, axis=0)[None, :]
-    return peak_M, tl.sum(total_WM, axis=0), lo_EM, hi_EM
+            key_XV, lo_EV, hi_EV = rotate(key_XV, 8), rotate(lo_EV, 8), rotate(hi_EV, 8)
+    lo_EM = lo_EM * BACK + tl.sum(lo_rest_AM, axis=0)[None, :]
+    hi_EM = hi_EM * BACK + tl.sum(hi_rest_AM, axis=0)[None, :]
+    return peak_M, tl.sum(total_AM, axis=0), lo_EM, hi_EM
+
+
+@triton.jit
+def _rows(first, T: tl.constexpr):
+    """Token of each row of a tile."""
+    t = tl.arange(0, T)
+    return (first + t % 8 * (T // 8) + t // 8)[:, None, None]
 
 
 @triton.jit
@@ -167,77 +248,86 @@ def _add_exact(
 
 @triton.jit
 def _exact_tokens(
-    q_DM, pairs_ptr, slot_ptr, chosen_ptr, ring_ptr, marked_ptr, k_ptr, v_ptr, k_stride_r, v_stride_r, logits_M,
-    last_M, row_M, length, room, scale, R: tl.constexpr, S: tl.constexpr, M: tl.constexpr, W: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, FACTOR: tl.constexpr,
+    q_DM, pairs_ptr, slot_ptr, chosen_ptr, ring_ptr, marked_ptr, k_ptr, v_ptr, k_stride_r, v_stride_r, logits_ptr,
+    row_M, length, room, scale, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, M: tl.constexpr, W: tl.constexpr,
+    T: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """The same of the chosen pairs, the rest of the ring, and the step's own rows. Pointers are those of the head."""
-    w, all_1M = tl.arange(0, W), (row_M >= 0)[None, :]
-    peak_M, total_WM = tl.full((M,), float("-inf"), tl.float32), tl.zeros((W, M), tl.float32)
+    t, all_1M = tl.arange(0, T), (row_M >= 0)[None, :]
+    peak_M, total_TM = tl.full((M,), float("-inf"), tl.float32), tl.zeros((T, M), tl.float32)
     lo_EM, hi_EM = tl.zeros((E, M), tl.float32), tl.zeros((E, M), tl.float32)
-    for first in range(0, S, W):
-        place_W = first + w
-        token_W = tl.load(chosen_ptr + place_W, mask=place_W < S, other=-1)
-        exists_W = token_W >= 0
-        pair_W = pairs_ptr + tl.load(slot_ptr + place_W, mask=exists_W, other=0) * (2 * D)
-        score_WM, peak_M, total_WM, lo_EM, hi_EM = _add_exact(
-            q_DM, pair_W, pair_W + D, exists_W, all_1M, peak_M, total_WM, lo_EM, hi_EM, scale, D, E, FACTOR
+    for first in range(0, S, T):
+        place_T = first + t
+        token_T = tl.load(chosen_ptr + place_T, mask=place_T < S, other=-1)
+        exists_T = token_T >= 0
+        pair_T = pairs_ptr + tl.load(slot_ptr + place_T, mask=exists_T, other=0) * (2 * D)
+        score_TM, peak_M, total_TM, lo_EM, hi_EM = _add_exact(
+            q_DM, pair_T, pair_T + D, exists_T, all_1M, peak_M, total_TM, lo_EM, hi_EM, scale, D, E, FACTOR
         )
-        _keep(score_WM, logits_M, last_M, token_W, exists_W)
-    token_W = length - 1 - (length - 1 - w + W) % W
-    exists_W = token_W >= 0
-    exists_W &= tl.load(marked_ptr + token_W, mask=exists_W, other=1) == 0
-    ring_W = ring_ptr + w * D
-    score_WM, peak_M, total_WM, lo_EM, hi_EM = _add_exact(
-        q_DM, ring_W, ring_W + W * D, exists_W, all_1M, peak_M, total_WM, lo_EM, hi_EM, scale, D, E, FACTOR
-    )
-    _keep(score_WM, logits_M, last_M, token_W, exists_W)
-    key_W, value_W = k_ptr + w.to(tl.int64) * k_stride_r, v_ptr + w.to(tl.int64) * v_stride_r
-    seen_WM = w[:, None] <= row_M[None, :]
-    score_WM, peak_M, total_WM, lo_EM, hi_EM = _add_exact(
-        q_DM, key_W, value_W, w < R, seen_WM, peak_M, total_WM, lo_EM, hi_EM, scale, D, E, FACTOR
+        _keep(score_TM, logits_ptr, token_T[:, None, None], exists_T[:, None, None], G, R, M)
+    for first in range(0, W, T):
+        slot_T = first + t
+        token_T = length - 1 - (length - 1 - slot_T + W) % W
+        exists_T = token_T >= 0
+        exists_T &= tl.load(marked_ptr + token_T, mask=exists_T, other=1) == 0
+        ring_T = ring_ptr + slot_T * D
+        score_TM, peak_M, total_TM, lo_EM, hi_EM = _add_exact(
+            q_DM, ring_T, ring_T + W * D, exists_T, all_1M, peak_M, total_TM, lo_EM, hi_EM, scale, D, E, FACTOR
+        )
+        _keep(score_TM, logits_ptr, token_T[:, None, None], exists_T[:, None, None], G, R, M)
+    key_T, value_T = k_ptr + t.to(tl.int64) * k_stride_r, v_ptr + t.to(tl.int64) * v_stride_r
+    seen_TM = t[:, None] <= row_M[None, :]
+    score_TM, peak_M, total_TM, lo_EM, hi_EM = _add_exact(
+        q_DM, key_T, value_T, t < R, seen_TM, peak_M, total_TM, lo_EM, hi_EM, scale, D, E, FACTOR
     )
     # A sequence that is full has no place for row 0.
-    _keep(score_WM, logits_M, last_M, length + w, (w < R - 1) & (length + w < room))
-    return peak_M, tl.sum(total_WM, axis=0), lo_EM, hi_EM
+    kept_T = (t < R - 1) & (length + t < room)
+    _keep(score_TM, logits_ptr, (length + t)[:, None, None], kept_T[:, None, None], G, R, M)
+    return peak_M, tl.sum(total_TM, axis=0), lo_EM, hi_EM
 
 
 @triton.jit
 def _lowbit_attention_kernel(
     q_ptr, k_ptr, v_ptr, key_words_ptr, key_levels_ptr, value_words_ptr, value_levels_ptr, ring_ptr, marked_ptr,
     pairs_ptr, slot_ptr, chosen_ptr, length_ptr, partial_ptr, peak_ptr, total_ptr, arrived_ptr, logits_ptr, o_ptr,
-    scale, mask, ones, blocks, room, q_stride_b, q_stride_r, q_stride_h, k_stride_b, k_stride_r, k_stride_k, v_stride_b,
-    v_stride_r, v_stride_k, K: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, W: tl.constexpr,
+    scale, blocks, room, q_stride_b, q_stride_r, q_stride_h, k_stride_b, k_stride_r, k_stride_k, v_stride_b, v_stride_r,
+    v_stride_k, K: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, Z: tl.constexpr, ZZ: tl.constexpr, M: tl.constexpr, STORED: tl.constexpr,
-    BITS: tl.constexpr, SPAN: tl.constexpr, LIFT: tl.constexpr, FACTOR: tl.constexpr,
+    BITS: tl.constexpr, LIFT: tl.constexpr, GAIN: tl.constexpr, BACK: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     PACK: tl.constexpr = 16 // BITS
+    I: tl.constexpr = D if D < 32 else 32
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, kv_head = head // K, head % K
     m, d, e = tl.arange(0, M), tl.arange(0, D), tl.arange(0, E)
     row_M, group_M = m // G, m % G
-    q_M = b * q_stride_b + row_M * q_stride_r + (kv_head * G + group_M) * q_stride_h
-    q_DM = tl.load(q_ptr + q_M[None, :] + d[:, None], mask=(m < R * G)[None, :], other=0.0).to(tl.float32)
-    logits_M, last_M = logits_ptr + (head * G + group_M) * room, row_M == R - 1
+    q_ptr += b * q_stride_b + kv_head * G * q_stride_h
+    logits_ptr += head * G * room
     length = tl.load(length_ptr + b).to(tl.int32)
     tokens = blocks * (PACK * W)
     marked_ptr += head * tokens
     if split < Z - 1:
         # The values of tokens before this one are in low bits, and so are their keys.
         low = tl.maximum(length - W, 0)
-        used = tl.cdiv(low, PACK * W)
+        used = tl.cdiv(low, PACK * W) * (W // T)
+        x, i = tl.arange(0, D // I * M)[:, None], tl.arange(0, I)[None, :]
+        column = x % M
+        q_XI = q_ptr + column // G * q_stride_r + column % G * q_stride_h + x // M * I + i
+        q_XI = tl.load(q_XI, mask=(column < R * G) & (i >= 0), other=0.0).to(FACTOR)
         peak_M, total_M, lo_EM, hi_EM = _low_tokens(
-            q_DM, key_words_ptr + head * blocks * (W * D // 2), key_levels_ptr + head * blocks * (PACK * 2 * D),
-            value_words_ptr + head * blocks * (W * D // 2), value_levels_ptr + head * tokens * (2 * (D // E)),
-            marked_ptr, logits_M, last_M, low, split * used // (Z - 1), (split + 1) * used // (Z - 1), tokens, scale,
-            mask, ones, M, W, D, E, BITS, SPAN, LIFT, FACTOR,
+            (q_XI * GAIN).to(FACTOR), key_words_ptr + head * blocks * (W * D // 2),
+            key_levels_ptr + head * blocks * (PACK * 2 * D), value_words_ptr + head * blocks * (W * D // 2),
+            value_levels_ptr + head * tokens * (2 * (D // E)), marked_ptr, logits_ptr, low, split * used // (Z - 1),
+            (split + 1) * used // (Z - 1), tokens, scale, G, R, M, W, T, D, E, BITS, LIFT, GAIN, BACK, FACTOR,
         )  # fmt: skip
     else:
+        q_M = row_M * q_stride_r + group_M * q_stride_h
+        q_DM = tl.load(q_ptr + q_M[None, :] + d[:, None], mask=(m < R * G)[None, :], other=0.0)
         peak_M, total_M, lo_EM, hi_EM = _exact_tokens(
             q_DM, pairs_ptr + head * (S * 2 * D), slot_ptr + head * S, chosen_ptr + head * S,
             ring_ptr + head * (2 * W * D), marked_ptr, k_ptr + b * k_stride_b + kv_head * k_stride_k,
-            v_ptr + b * v_stride_b + kv_head * v_stride_k, k_stride_r, v_stride_r, logits_M, last_M, row_M, length,
-            room, scale, R, S, M, W, D, E, FACTOR,
+            v_ptr + b * v_stride_b + kv_head * v_stride_k, k_stride_r, v_stride_r, logits_ptr, row_M, length, room,
+            scale, G, R, S, M, W, T, D, E, FACTOR,
         )  # fmt: skip
     at_M, real_M = (head * Z + split) * STORED + m, m < R * G
     tl.store(partial_ptr + at_M[None, :] * D + e[:, None], lo_EM, mask=real_M[None, :])
@@ -254,38 +344,36 @@ def lowbit_attention(
     v_BRKD: Tensor,
     tokens: LowBitTokens,
     workspace: SparseAttentionWorkspace,
-    logits_BHT: Tensor,
+    logits_BKTG: Tensor,
     o_BRHD: Tensor,
 ) -> Tensor:
-    """Attend to all past tokens and, causally, to the step's own rows; fills ``o_BRHD`` and ``logits_BHT``.
+    """Attend to all past tokens and, causally, to the step's own rows; fills ``o_BRHD`` and ``logits_BKTG``.
 
     q, k, v (rotated; any strides with the last dimension contiguous), levels, ring and pairs share one dtype: bf16,
     fp16 or fp32. workspace: of at least two splits; the last program takes the exact tokens, the others the low-bit
-    ones. logits_BHT (fp32): the last row's logits times log2(e) at the positions of past tokens and of row 0 of two;
+    ones. logits_BKTG (fp32): the last row's logits times log2(e) at the positions of past tokens and of row 0 of two;
     the rest is left alone. R * G up to 16; D and W powers of two from 16 on; D at most 2 groups of channels.
     Raises ``ConfigError`` for other shapes.
     """
     (batch, rows, heads, head_dim), kv_heads = q_BRHD.shape, k_BRKD.shape[2]
     check_shapes(tokens.bits, tokens.ring_BKXWD.shape[3], head_dim, rows * heads // kv_heads)
-    _check(q_BRHD, k_BRKD, v_BRKD, tokens, workspace, logits_BHT, o_BRHD)
+    _check(q_BRHD, k_BRKD, v_BRKD, tokens, workspace, logits_BKTG, o_BRHD)
     columns = max(FEWEST_COLUMNS, triton.next_power_of_2(rows * heads // kv_heads))
     factor = factor_type(q_BRHD.dtype)
-    number = NumberFormat.of(factor, tokens.bits)
-    lanes = 1 if factor == tl.float32 else 0x10001
-    # Arguments and not constants: the compiler would spend an instruction for each.
-    mask, ones = ((1 << tokens.bits) - 1 << number.lift) * lanes, number.one * lanes
+    number = NumberFormat.of(factor)
     words = tokens._replace(
         key_codes_BKPWD=tokens.key_codes_BKPWD.view(torch.int32),
-        value_codes_BKPWD=tokens.value_codes_BKPWD.view(torch.int32),
+        value_codes_BKPDW=tokens.value_codes_BKPDW.view(torch.int32),
     )
     _lowbit_attention_kernel[(batch * kv_heads, workspace.splits)](
         q_BRHD, k_BRKD, v_BRKD, *words, workspace.partial_BKZMD, workspace.peak_BKZM, workspace.total_BKZM,
-        workspace.arrived_BK, logits_BHT, o_BRHD, head_dim**-0.5 * LOG2_E, mask, ones, tokens.key_codes_BKPWD.shape[2],
-        logits_BHT.shape[2], *q_BRHD.stride()[:3], *k_BRKD.stride()[:3], *v_BRKD.stride()[:3],
+        workspace.arrived_BK, logits_BKTG, o_BRHD, head_dim**-0.5 * LOG2_E, tokens.key_codes_BKPWD.shape[2],
+        logits_BKTG.shape[2], *q_BRHD.stride()[:3], *k_BRKD.stride()[:3], *v_BRKD.stride()[:3],
         K=kv_heads, G=heads // kv_heads, R=rows, S=tokens.chosen_BKS.shape[2], W=tokens.ring_BKXWD.shape[3],
+        T=min(tokens.ring_BKXWD.shape[3], TILE_TOKENS),
         D=head_dim, E=head_dim // tokens.value_levels_BKLCT.shape[3], Z=workspace.splits,
-        ZZ=min(triton.next_power_of_2(workspace.splits), MERGED_ROWS // columns), M=columns, STORED=PADDED_ROWS,
-        BITS=tokens.bits, SPAN=number.span, LIFT=number.lift, FACTOR=factor,
+        ZZ=min(triton.next_power_of_2(workspace.splits), MERGED_SPLITS), M=columns, STORED=PADDED_ROWS,
+        BITS=tokens.bits, LIFT=number.lift, GAIN=number.gain, BACK=number.back, FACTOR=factor,
         num_warps=NUM_WARPS_FP32 if q_BRHD.dtype == torch.float32 else NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return o_BRHD
@@ -307,12 +395,12 @@ def _check(
     v_BRKD: Tensor,
     tokens: LowBitTokens,
     workspace: SparseAttentionWorkspace,
-    logits_BHT: Tensor,
+    logits_BKTG: Tensor,
     o_BRHD: Tensor,
 ) -> None:
     require(q_BRHD.dtype in TRITON_TYPES, "dtype", q_BRHD.dtype, "bfloat16, float16, float32")
     require(workspace.splits >= 2, "splits", workspace.splits, "at least 2")
-    require(logits_BHT.dtype == torch.float32, "logits.dtype", logits_BHT.dtype, "float32")
+    require(logits_BKTG.dtype == torch.float32, "logits.dtype", logits_BKTG.dtype, "float32")
     last_dense = all(t.stride(-1) == 1 for t in (q_BRHD, k_BRKD, v_BRKD))
-    dense = all(t.is_contiguous() for t in (*tokens, logits_BHT, o_BRHD))
+    dense = all(t.is_contiguous() for t in (*tokens, logits_BKTG, o_BRHD))
     require(last_dense and dense, "strides", "strided", "contiguous tensors; q, k, v in the last dimension")
