@@ -34,6 +34,7 @@ from baselines.kernels.lowbit_products import (
     of_tokens,
     rotate,
     sum_by_thread,
+    zero_scores,
 )
 from dualdecoder.errors import require
 from dualdecoder.kernels.online_softmax import LOG2_E, PADDED_ROWS, TRITON_TYPES, factor_type, finish_split
@@ -114,7 +115,6 @@ def _levels(
     key_XI = key_levels_ptr + group * (2 * D) + (x // M * I)[:, None] + i[None, :]
     here = real & (group * W < low)
     scale_XI = tl.load(key_XI, mask=here, other=0.0)
-    zero_XI = tl.load(key_XI + D, mask=here, other=0.0)
     run_A41, token_A4J = _tokens(first, T, 1), _tokens(first, T, T // 8)
     # Whole runs, for loads of vectors.
     levels_A4J, real_A41 = value_levels_ptr + token_A4J, (run_A41 < low) & real
@@ -125,7 +125,7 @@ def _levels(
         hi_scale = tl.load(levels_A4J + tokens, mask=real_A41, other=0.0)
         hi_zero = tl.load(levels_A4J + tokens + to_zero, mask=real_A41, other=0.0)
     marked_A4J = tl.load(marked_ptr + token_A4J, mask=real_A41, other=1)
-    return scale_XI, zero_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked_A4J
+    return scale_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked_A4J
 
 
 @triton.jit
@@ -150,6 +150,7 @@ def _low_tokens(
     I: tl.constexpr = D if D < 32 else 32
     TILES: tl.constexpr = W // T
     key_x, key_v = tl.arange(0, D // I * T), tl.arange(0, I // 2)
+    n_16 = tl.arange(0, 16)
     e, value_v = tl.arange(0, E), tl.arange(0, T // 2)
     row_t = key_x % 8 * (T // 8) + key_x % T // 8
     key_at_XV = (row_t * (D // 2) + key_x // T * (I // 2))[:, None] + key_v[None, :]
@@ -171,14 +172,16 @@ def _low_tokens(
             hi_EV = tl.load(value_ptr + E * (W // 2) + value_at_EV)
         if LIFT > 0:
             key_XV, lo_EV, hi_EV = rotate(key_XV, 32 - LIFT), rotate(lo_EV, 32 - LIFT), rotate(hi_EV, 32 - LIFT)
-        scale_XI, zero_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked = _levels(
+        rest_NM = zero_scores(wide_q_XI, key_levels_ptr + D, group, low, 2 * PLACES, W, D, M, FACTOR) * (scale / GAIN)
+        scale_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked = _levels(
             key_levels_ptr, value_levels_ptr, marked_ptr, group, first, low, tokens, to_zero, True, T, W, D, E, M
         )
         for byte in range(2):
             mask, step = ((1 << BITS) - 1 << LIFT) * 0x10001, 1.0
             for place in range(PLACES):
-                coded_TM, rest_TM = low_scores(wide_q_XI, scale_XI, zero_XI, key_XV, mask, T, D, M, FACTOR)
-                score_TM = coded_TM * (scale * BACK * step) + rest_TM * (scale / GAIN)
+                coded_TM = low_scores(wide_q_XI, scale_XI, key_XV, mask, T, D, M, FACTOR)
+                rest_M = tl.sum(tl.where(n_16[:, None] == byte * PLACES + place, rest_NM, 0.0), axis=0)
+                score_TM = coded_TM * (scale * BACK * step) + rest_M[None, :]
                 exists = (_tokens(first, T, T // 8) < low) & (marked == 0)
                 exists_TH1 = of_tokens(exists, T, M)
                 _keep(score_TM, logits_ptr, _rows(first, T), exists_TH1, G, R, M)
@@ -207,7 +210,7 @@ def _low_tokens(
                         FACTOR,
                     )  # fmt: skip
                 group, first, mask, step = group + 1, first + W, mask << BITS, step * (1 / (1 << BITS))
-                scale_XI, zero_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked = _levels(
+                scale_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked = _levels(
                     key_levels_ptr, value_levels_ptr, marked_ptr, group, first, low, tokens, to_zero,
                     byte * PLACES + place < 2 * PLACES - 1, T, W, D, E, M,
                 )  # fmt: skip

@@ -98,19 +98,28 @@ def sum_by_thread(x_TM, T: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def low_scores(
-    wide_q_XI, scale_XI, zero_XI, word_XV, mask, T: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+def zero_scores(
+    wide_q_XI, zeros_ptr, group, low, N: tl.constexpr, W: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Products of a tile of keys with the queries: of the codes, and of the zeros, the latter alike for all tokens."""
+    """Products of the queries with the zeros of N groups of keys, 8 or 16, from ``group`` on; 16 rows."""
+    WIDTH: tl.constexpr = D if D < PART else PART
+    x, i = tl.arange(0, D // WIDTH * N)[:, None], tl.arange(0, WIDTH)[None, :]
+    group_X1 = group + x % N
+    zero_XI = tl.load(zeros_ptr + group_X1 * (2 * D) + x // N * WIDTH + i, mask=group_X1 * W < low, other=0.0)
+    zero_ND = tl.reshape(unit_order(zero_XI.to(FACTOR), N, D, RUN), (1, N, D))
+    zero_ND = tl.reshape(tl.broadcast_to(zero_ND, (16 // N, N, D)), (16, D))
+    return tl.dot(zero_ND, tl.trans(unit_order(wide_q_XI, M, D, RUN)), input_precision="ieee")
+
+
+@triton.jit
+def low_scores(
+    wide_q_XI, scale_XI, word_XV, mask, T: tl.constexpr, D: tl.constexpr, M: tl.constexpr, FACTOR: tl.constexpr
+):
+    """Products of the codes of a tile of keys with the queries."""
     factor_DM = tl.trans(unit_order(wide_q_XI * scale_XI.to(FACTOR), M, D, WORD_RUN))
-    coded_TM = tl.dot(unit_order(_numbers(word_XV, mask, FACTOR), T, D, WORD_RUN), factor_DM, input_precision="ieee")
-    # At least 16 rows.
-    zero_MD = tl.reshape(unit_order(zero_XI.to(FACTOR), M, D, RUN), (1, M, D))
-    zero_16D = tl.reshape(tl.broadcast_to(zero_MD, (16 // M, M, D)), (16, D))
-    rest_16M = tl.dot(zero_16D, tl.trans(unit_order(wide_q_XI, M, D, RUN)), input_precision="ieee")
-    rest_TM = tl.reshape(tl.broadcast_to(tl.reshape(rest_16M, (1, 16, M)), (T // 16, 16, M)), (T, M))
-    return coded_TM, rest_TM
+    number_TD = unit_order(_numbers(word_XV, mask, FACTOR), T, D, WORD_RUN)
+    return tl.dot(number_TD, factor_DM, input_precision="ieee")
 
 
 @triton.jit
