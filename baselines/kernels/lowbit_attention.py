@@ -26,32 +26,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baselines.kernels.lowbit_products import (
-    NumberFormat,
-    add_low_values,
+from baselines.kernels.lowbit_exact import exact_tokens, keep, weigh
+from baselines.kernels.lowbit_products import NumberFormat, add_low_values, low_scores, turned, zero_scores
+from baselines.kernels.lowbit_tiles import (
     by_column,
-    low_scores,
-    of_tokens,
-    rotate,
+    load_key_levels,
+    load_keys,
+    load_marks,
+    load_queries,
+    load_value_levels,
+    load_values,
+    of_rows,
+    row_tokens,
+    run_tokens,
     sum_by_thread,
-    zero_scores,
 )
 from dualdecoder.errors import require
 from dualdecoder.kernels.online_softmax import LOG2_E, PADDED_ROWS, TRITON_TYPES, factor_type, finish_split
 from dualdecoder.kernels.sparse_attention import SparseAttentionWorkspace
 
-# About four programs a multiprocessor of an H200; more splits make the merge dear.
-WANTED_PROGRAMS = 512
+# Eight programs for each of an H200's 132 multiprocessors, all at once: the registers of a thread are full.
+WANTED_PROGRAMS = 8 * 132
 MAX_SPLITS = 64
 # What tl.dot takes at least: channels or tokens that are summed, and query rows.
 SMALLEST_TILE = 16
 FEWEST_COLUMNS = 8
-# Two warps: what each of them repeats for a group of keys is a fifth of the work. Without matrix units, products spill.
+# One warp, as lowbit_tiles.py says, and as many tokens as its registers hold. Without matrix units, products spill.
 NUM_WARPS = 1
-TILE_TOKENS = 32
-MERGED_SPLITS = 2
 NUM_WARPS_FP32 = 8
+TILE_TOKENS = 32
 NUM_STAGES = 2
+# Partial results that the merge holds in registers.
+MERGED_SPLITS = 4
 
 
 class LowBitTokens(NamedTuple):
@@ -79,214 +85,98 @@ class LowBitTokens(NamedTuple):
 
 
 def wanted_splits(heads: int, blocks: int) -> int:
-    """Programs a head for its low-bit tokens: enough to fill the GPU, each at least one block."""
-    return max(1, min(WANTED_PROGRAMS // heads, MAX_SPLITS, blocks))
-
-
-@triton.jit
-def _weigh(score_TM, peak_M):
-    """Weights of a tile in the online softmax (base 2), by how much the earlier tiles' shrink, and the new peak.
-
-    A row that has seen no token yet has peak -inf.
-    """
-    higher_M = tl.maximum(peak_M, tl.max(score_TM, axis=0))
-    # Without the zero, -inf - -inf would make NaN of a row with no token so far.
-    reference_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)
-    return tl.exp2(score_TM - reference_M[None, :]), tl.exp2(peak_M - reference_M), higher_M
-
-
-@triton.jit
-def _keep(score_TM, logits_ptr, token_T2, kept_T2, G: tl.constexpr, R: tl.constexpr, M: tl.constexpr):
-    """The last row's scores to their tokens' places."""
-    T: tl.constexpr = score_TM.shape[0]
-    m = tl.arange(0, M // 2)[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
-    at = logits_ptr + token_T2.to(tl.int64) * G + (m - (R - 1) * G)
-    tl.store(at, tl.reshape(score_TM, (T, M // 2, 2)), mask=kept_T2 & (m >= (R - 1) * G) & (m < R * G))
+    """Programs a head for its low-bit tokens, beside the one for exact ones, each of at least one block."""
+    return max(1, min(WANTED_PROGRAMS // heads - 1, MAX_SPLITS, blocks))
 
 
 @triton.jit
 def _levels(
-    key_levels_ptr, value_levels_ptr, marked_ptr, group, first, low, tokens, to_zero, real, T: tl.constexpr,
-    W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr,
+    key_levels_ptr, value_levels_ptr, marked_ptr, group, first, low, tokens, T: tl.constexpr, W: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile: scales and zeros of its keys and values, and which tokens are neither marked nor beyond ``low``."""
-    I: tl.constexpr = D if D < 32 else 32
-    x, i = tl.arange(0, D // I * M), tl.arange(0, I)
-    key_XI = key_levels_ptr + group * (2 * D) + (x // M * I)[:, None] + i[None, :]
-    here = real & (group * W < low)
-    scale_XI = tl.load(key_XI, mask=here, other=0.0)
-    run_A41, token_A4J = _tokens(first, T, 1), _tokens(first, T, T // 8)
-    # Whole runs, for loads of vectors.
-    levels_A4J, real_A41 = value_levels_ptr + token_A4J, (run_A41 < low) & real
-    lo_scale = tl.load(levels_A4J, mask=real_A41, other=0.0)
-    lo_zero = tl.load(levels_A4J + to_zero, mask=real_A41, other=0.0)
-    hi_scale, hi_zero = lo_scale, lo_zero
+    """Scales of a tile's keys, scales and zeros of both halves of its values, and the marks of its tokens."""
+    # From a scale to its zero.
+    to_zero = tokens * (D // E)
+    scale_XI = load_key_levels(key_levels_ptr, group, low, M, 0, W, D)
+    lo_scale_A4J, lo_zero_A4J = load_value_levels(value_levels_ptr, first, low, to_zero, T)
+    hi_scale_A4J, hi_zero_A4J = lo_scale_A4J, lo_zero_A4J
     if D > E:
-        hi_scale = tl.load(levels_A4J + tokens, mask=real_A41, other=0.0)
-        hi_zero = tl.load(levels_A4J + tokens + to_zero, mask=real_A41, other=0.0)
-    marked_A4J = tl.load(marked_ptr + token_A4J, mask=real_A41, other=1)
-    return scale_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked_A4J
+        hi_scale_A4J, hi_zero_A4J = load_value_levels(value_levels_ptr + tokens, first, low, to_zero, T)
+    marked_A4J = load_marks(marked_ptr, first, low, T)
+    return scale_XI, lo_scale_A4J, lo_zero_A4J, hi_scale_A4J, hi_zero_A4J, marked_A4J
 
 
 @triton.jit
-def _tokens(first, T: tl.constexpr, J: tl.constexpr):
-    """Tokens of a tile as ``[8, 4, J]``, four times each."""
-    a, j, four = tl.arange(0, 8)[:, None, None], tl.arange(0, J)[None, None, :], tl.arange(0, 4)[None, :, None]
-    return first + a * (T // 8) + j + four * 0
+def _words(key_words_ptr, value_words_ptr, block, part, T: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, LIFT: tl.constexpr,
+):  # fmt: skip
+    """Of a part of a block: keys, and both halves of the values, turned to the first byte."""
+    value_words_ptr += block * (W * D // 2) + part * (T // 2)
+    key_XV = turned(load_keys(key_words_ptr + block * (W * D // 2) + part * (T * D // 2), T, D), -LIFT & 31)
+    lo_EV = turned(load_values(value_words_ptr, T, W, E), -LIFT & 31)
+    hi_EV = lo_EV
+    if D > E:
+        hi_EV = turned(load_values(value_words_ptr + E * (W // 2), T, W, E), -LIFT & 31)
+    return key_XV, lo_EV, hi_EV
 
 
 @triton.jit
 def _low_tokens(
-    wide_q_XI, key_words_ptr, key_levels_ptr, value_words_ptr, value_levels_ptr, marked_ptr, logits_ptr, low, first_tile,
-    end_tile, tokens, scale, G: tl.constexpr, R: tl.constexpr, M: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
+    wide_q_XI, key_words_ptr, key_levels_ptr, value_words_ptr, value_levels_ptr, marked_ptr, logits_ptr, low, begin,
+    end, tokens, scale, G: tl.constexpr, R: tl.constexpr, M: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, LIFT: tl.constexpr, GAIN: tl.constexpr, BACK: tl.constexpr,
     FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Peak, total and both halves of the output for the tokens before ``low`` of some tiles of words.
+    """Peak, total and both halves of the output for the tokens before ``low`` of parts ``begin`` to ``end`` of blocks.
 
     Pointers are those of the head; words are of 32 bits.
     """
     PLACES: tl.constexpr = 8 // BITS
-    I: tl.constexpr = D if D < 32 else 32
-    TILES: tl.constexpr = W // T
-    key_x, key_v = tl.arange(0, D // I * T), tl.arange(0, I // 2)
-    n_16 = tl.arange(0, 16)
-    e, value_v = tl.arange(0, E), tl.arange(0, T // 2)
-    row_t = key_x % 8 * (T // 8) + key_x % T // 8
-    key_at_XV = (row_t * (D // 2) + key_x // T * (I // 2))[:, None] + key_v[None, :]
-    value_at_EV = (e * (W // 2))[:, None] + value_v[None, :]
     peak_M, total_AM = tl.full((M,), float("-inf"), tl.float32), tl.zeros((8, M), tl.float32)
     lo_EM, lo_rest_AM = tl.zeros((E, M), tl.float32), tl.zeros((8, M), tl.float32)
     hi_EM, hi_rest_AM = tl.zeros((E, M), tl.float32), tl.zeros((8, M), tl.float32)
-    # From a scale to its zero.
-    to_zero = tokens * (D // E)
-    for tile in range(first_tile, end_tile):
-        block, part = tile // TILES, tile % TILES
-        words_at = block * (W * D // 2)
+    n_16 = tl.arange(0, 16)[:, None]
+    for tile in range(begin, end):
+        block, part = tile // (W // T), tile % (W // T)
         group, first = block * (2 * PLACES), block * (2 * PLACES * W) + part * T
-        key_XV = tl.load(key_words_ptr + words_at + part * (T * D // 2) + key_at_XV)
-        value_ptr = value_words_ptr + words_at + part * (T // 2)
-        lo_EV = tl.load(value_ptr + value_at_EV)
-        hi_EV = lo_EV
-        if D > E:
-            hi_EV = tl.load(value_ptr + E * (W // 2) + value_at_EV)
-        if LIFT > 0:
-            key_XV, lo_EV, hi_EV = rotate(key_XV, 32 - LIFT), rotate(lo_EV, 32 - LIFT), rotate(hi_EV, 32 - LIFT)
-        rest_NM = zero_scores(wide_q_XI, key_levels_ptr + D, group, low, 2 * PLACES, W, D, M, FACTOR) * (scale / GAIN)
+        key_XV, lo_EV, hi_EV = _words(key_words_ptr, value_words_ptr, block, part, T, W, D, E, LIFT)
+        zero_NM = zero_scores(wide_q_XI, key_levels_ptr + D, group, low, 2 * PLACES, W, D, M, FACTOR) * (scale / GAIN)
         scale_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked = _levels(
-            key_levels_ptr, value_levels_ptr, marked_ptr, group, first, low, tokens, to_zero, True, T, W, D, E, M
+            key_levels_ptr, value_levels_ptr, marked_ptr, group, first, low, tokens, T, W, D, E, M
         )
+        # Loops, not unrolled: so many bodies would not fit the instruction cache.
         for byte in range(2):
             mask, step = ((1 << BITS) - 1 << LIFT) * 0x10001, 1.0
             for place in range(PLACES):
-                coded_TM = low_scores(wide_q_XI, scale_XI, key_XV, mask, T, D, M, FACTOR)
-                rest_M = tl.sum(tl.where(n_16[:, None] == byte * PLACES + place, rest_NM, 0.0), axis=0)
-                score_TM = coded_TM * (scale * BACK * step) + rest_M[None, :]
-                exists = (_tokens(first, T, T // 8) < low) & (marked == 0)
-                exists_TH1 = of_tokens(exists, T, M)
-                _keep(score_TM, logits_ptr, _rows(first, T), exists_TH1, G, R, M)
+                # In flight for one turn; after the last one, nothing.
+                ahead = tl.where(byte * PLACES + place < 2 * PLACES - 1, low, 0)
+                following = _levels(
+                    key_levels_ptr, value_levels_ptr, marked_ptr, group + 1, first + W, ahead, tokens, T, W, D, E, M
+                )
+                exists = (marked == 0) & (run_tokens(first, T, T // 8) < low)
+                zero_M = tl.sum(tl.where(n_16 == byte * PLACES + place, zero_NM, 0.0), axis=0)
+                score_TM = low_scores(wide_q_XI, scale_XI, key_XV, mask, T, D, M, FACTOR)
+                score_TM = score_TM * (scale * BACK * step) + zero_M[None, :]
+                exists_TH1 = of_rows(exists, T, M)
+                keep(score_TM, logits_ptr, row_tokens(first, T), exists_TH1, T, G, R, M)
                 score_TM = tl.where(by_column(exists_TH1, T, M), score_TM, float("-inf"))
-                weight_TM, shrink_M, peak_M = _weigh(score_TM, peak_M)
+                weight_TM, shrink_M, peak_M = weigh(score_TM, peak_M)
                 total_AM = total_AM * shrink_M[None, :] + sum_by_thread(weight_TM, T, M)
                 lo_EM, lo_rest_AM = add_low_values(
-                    lo_EM,
-                    lo_rest_AM,
-                    weight_TM,
-                    shrink_M,
-                    lo_EV,
-                    lo_scale,
-                    lo_zero,
-                    exists,
-                    mask,
-                    GAIN * step,
-                    T,
-                    E,
-                    M,
-                    FACTOR,
-                )
+                    lo_EM, lo_rest_AM, weight_TM, shrink_M, lo_EV, lo_scale, lo_zero, exists, mask, GAIN * step, T, E,
+                    M, FACTOR,
+                )  # fmt: skip
                 if D > E:
                     hi_EM, hi_rest_AM = add_low_values(
-                        hi_EM, hi_rest_AM, weight_TM, shrink_M, hi_EV, hi_scale, hi_zero, exists, mask, GAIN * step, T, E, M,
-                        FACTOR,
+                        hi_EM, hi_rest_AM, weight_TM, shrink_M, hi_EV, hi_scale, hi_zero, exists, mask, GAIN * step, T,
+                        E, M, FACTOR,
                     )  # fmt: skip
-                group, first, mask, step = group + 1, first + W, mask << BITS, step * (1 / (1 << BITS))
-                scale_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked = _levels(
-                    key_levels_ptr, value_levels_ptr, marked_ptr, group, first, low, tokens, to_zero,
-                    byte * PLACES + place < 2 * PLACES - 1, T, W, D, E, M,
-                )  # fmt: skip
-            key_XV, lo_EV, hi_EV = rotate(key_XV, 8), rotate(lo_EV, 8), rotate(hi_EV, 8)
+                mask, step, group, first = mask << BITS, step * (1 / (1 << BITS)), group + 1, first + W
+                scale_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked = following
+            key_XV, lo_EV, hi_EV = turned(key_XV, 8), turned(lo_EV, 8), turned(hi_EV, 8)
     lo_EM = lo_EM * BACK + tl.sum(lo_rest_AM, axis=0)[None, :]
     hi_EM = hi_EM * BACK + tl.sum(hi_rest_AM, axis=0)[None, :]
     return peak_M, tl.sum(total_AM, axis=0), lo_EM, hi_EM
-
-
-@triton.jit
-def _rows(first, T: tl.constexpr):
-    """Token of each row of a tile."""
-    t = tl.arange(0, T)
-    return (first + t % 8 * (T // 8) + t // 8)[:, None, None]
-
-
-@triton.jit
-def _add_exact(
-    q_DM, key_T, value_T, exists_T, allowed_TM, peak_M, total_TM, lo_EM, hi_EM, scale, D: tl.constexpr,
-    E: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
-    """One tile of exact tokens, given the addresses of their keys and values; its scores come first."""
-    d, e = tl.arange(0, D)[None, :], tl.arange(0, E)[None, :]
-    real_T1 = exists_T[:, None]
-    key_TD = tl.load(key_T[:, None] + d, mask=real_T1, other=0.0).to(FACTOR)
-    score_TM = tl.dot(key_TD, q_DM.to(FACTOR), input_precision="ieee") * scale
-    score_TM = tl.where(allowed_TM & real_T1, score_TM, float("-inf"))
-    weight_TM, shrink_M, peak_M = _weigh(score_TM, peak_M)
-    total_TM = total_TM * shrink_M[None, :] + weight_TM
-    weight_TM = weight_TM.to(FACTOR)
-    lo_ET = tl.trans(tl.load(value_T[:, None] + e, mask=real_T1, other=0.0).to(FACTOR))
-    lo_EM = tl.dot(lo_ET, weight_TM, lo_EM * shrink_M[None, :], input_precision="ieee")
-    if D > E:
-        hi_ET = tl.trans(tl.load(value_T[:, None] + E + e, mask=real_T1, other=0.0).to(FACTOR))
-        hi_EM = tl.dot(hi_ET, weight_TM, hi_EM * shrink_M[None, :], input_precision="ieee")
-    return score_TM, peak_M, total_TM, lo_EM, hi_EM
-
-
-@triton.jit
-def _exact_tokens(
-    q_DM, pairs_ptr, slot_ptr, chosen_ptr, ring_ptr, marked_ptr, k_ptr, v_ptr, k_stride_r, v_stride_r, logits_ptr,
-    row_M, length, room, scale, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, M: tl.constexpr, W: tl.constexpr,
-    T: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
-    """The same of the chosen pairs, the rest of the ring, and the step's own rows. Pointers are those of the head."""
-    t, all_1M = tl.arange(0, T), (row_M >= 0)[None, :]
-    peak_M, total_TM = tl.full((M,), float("-inf"), tl.float32), tl.zeros((T, M), tl.float32)
-    lo_EM, hi_EM = tl.zeros((E, M), tl.float32), tl.zeros((E, M), tl.float32)
-    for first in range(0, S, T):
-        place_T = first + t
-        token_T = tl.load(chosen_ptr + place_T, mask=place_T < S, other=-1)
-        exists_T = token_T >= 0
-        pair_T = pairs_ptr + tl.load(slot_ptr + place_T, mask=exists_T, other=0) * (2 * D)
-        score_TM, peak_M, total_TM, lo_EM, hi_EM = _add_exact(
-            q_DM, pair_T, pair_T + D, exists_T, all_1M, peak_M, total_TM, lo_EM, hi_EM, scale, D, E, FACTOR
-        )
-        _keep(score_TM, logits_ptr, token_T[:, None, None], exists_T[:, None, None], G, R, M)
-    for first in range(0, W, T):
-        slot_T = first + t
-        token_T = length - 1 - (length - 1 - slot_T + W) % W
-        exists_T = token_T >= 0
-        exists_T &= tl.load(marked_ptr + token_T, mask=exists_T, other=1) == 0
-        ring_T = ring_ptr + slot_T * D
-        score_TM, peak_M, total_TM, lo_EM, hi_EM = _add_exact(
-            q_DM, ring_T, ring_T + W * D, exists_T, all_1M, peak_M, total_TM, lo_EM, hi_EM, scale, D, E, FACTOR
-        )
-        _keep(score_TM, logits_ptr, token_T[:, None, None], exists_T[:, None, None], G, R, M)
-    key_T, value_T = k_ptr + t.to(tl.int64) * k_stride_r, v_ptr + t.to(tl.int64) * v_stride_r
-    seen_TM = t[:, None] <= row_M[None, :]
-    score_TM, peak_M, total_TM, lo_EM, hi_EM = _add_exact(
-        q_DM, key_T, value_T, t < R, seen_TM, peak_M, total_TM, lo_EM, hi_EM, scale, D, E, FACTOR
-    )
-    # A sequence that is full has no place for row 0.
-    kept_T = (t < R - 1) & (length + t < room)
-    _keep(score_TM, logits_ptr, (length + t)[:, None, None], kept_T[:, None, None], G, R, M)
-    return peak_M, tl.sum(total_TM, axis=0), lo_EM, hi_EM
 
 
 @triton.jit
@@ -299,7 +189,6 @@ def _lowbit_attention_kernel(
     BITS: tl.constexpr, LIFT: tl.constexpr, GAIN: tl.constexpr, BACK: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     PACK: tl.constexpr = 16 // BITS
-    I: tl.constexpr = D if D < 32 else 32
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, kv_head = head // K, head % K
     m, d, e = tl.arange(0, M), tl.arange(0, D), tl.arange(0, E)
@@ -313,10 +202,7 @@ def _lowbit_attention_kernel(
         # The values of tokens before this one are in low bits, and so are their keys.
         low = tl.maximum(length - W, 0)
         used = tl.cdiv(low, PACK * W) * (W // T)
-        x, i = tl.arange(0, D // I * M)[:, None], tl.arange(0, I)[None, :]
-        column = x % M
-        q_XI = q_ptr + column // G * q_stride_r + column % G * q_stride_h + x // M * I + i
-        q_XI = tl.load(q_XI, mask=(column < R * G) & (i >= 0), other=0.0).to(FACTOR)
+        q_XI = load_queries(q_ptr, q_stride_r, q_stride_h, G, R, M, D).to(FACTOR)
         peak_M, total_M, lo_EM, hi_EM = _low_tokens(
             (q_XI * GAIN).to(FACTOR), key_words_ptr + head * blocks * (W * D // 2),
             key_levels_ptr + head * blocks * (PACK * 2 * D), value_words_ptr + head * blocks * (W * D // 2),
@@ -326,7 +212,7 @@ def _lowbit_attention_kernel(
     else:
         q_M = row_M * q_stride_r + group_M * q_stride_h
         q_DM = tl.load(q_ptr + q_M[None, :] + d[:, None], mask=(m < R * G)[None, :], other=0.0)
-        peak_M, total_M, lo_EM, hi_EM = _exact_tokens(
+        peak_M, total_M, lo_EM, hi_EM = exact_tokens(
             q_DM, pairs_ptr + head * (S * 2 * D), slot_ptr + head * S, chosen_ptr + head * S,
             ring_ptr + head * (2 * W * D), marked_ptr, k_ptr + b * k_stride_b + kv_head * k_stride_k,
             v_ptr + b * v_stride_b + kv_head * v_stride_k, k_stride_r, v_stride_r, logits_ptr, row_M, length, room,

@@ -109,8 +109,8 @@ def choose_tokens(
     splits = attention.splits
     _keys_kernel[(triton.cdiv(tokens, KEY_TOKENS), batch * kv_heads)](
         logits_BKTG, attention.peak_BKZM, attention.total_BKZM, workspace.keys.logits, tokens, row_length(tokens),
-        (rows - 1) * group, G=group, GP=triton.next_power_of_2(group), M=attention.peak_BKZM.shape[3], Z=splits, ZP=triton.next_power_of_2(splits),
-        BLOCK=KEY_TOKENS, num_warps=4,
+        (rows - 1) * group, G=group, GP=triton.next_power_of_2(group), M=attention.peak_BKZM.shape[3], Z=splits,
+        ZP=triton.next_power_of_2(splits), BLOCK=KEY_TOKENS, num_warps=4,
     )  # fmt: skip
     select_top(workspace.keys, candidates_B, 1, tokens, workspace.sets_BRKS, workspace.top)
     _remember_kernel[(batch * kv_heads,)](
