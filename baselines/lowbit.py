@@ -5,8 +5,8 @@ channels. Keys are quantised when a group is complete, a value when W newer ones
 ring of the last W tokens. While the ring still holds tokens of a completed group, their keys in it are the dequantised
 ones: ``dequantised`` up to ``length - W`` and the ring from there on are the whole cache.
 A 16-bit word packs codes of 16 / bits tokens that lie W apart, so that the j-th codes of W words are one group of keys;
-a GPU unpacks two words at a time. Words of a block lie channel by channel for keys and token by token for values: two
-neighbouring words are neighbours in the sum that a product takes over them.
+a GPU unpacks two words at a time. Words next to each other hold keys of neighbouring channels, but values of
+neighbouring tokens: neighbours in the sums of attention's two products.
 Suffixes: B sequences, K KV heads, D head size, W tokens of a group and of the ring, N groups, P blocks of words
 (16 / bits groups each), T = N W tokens of capacity, C groups of E channels, X = K and V, L = scale and zero.
 """
