@@ -5,7 +5,8 @@ channels. Keys are quantised when a group is complete, a value when W newer ones
 ring of the last W tokens. While the ring still holds tokens of a completed group, their keys in it are the dequantised
 ones: ``dequantised`` up to ``length - W`` and the ring from there on are the whole cache.
 A 16-bit word packs codes of 16 / bits tokens that lie W apart, so that the j-th codes of W words are one group of keys;
-a GPU unpacks two words at a time.
+a GPU unpacks two words at a time. Words next to each other hold keys of neighbouring channels, but values of
+neighbouring tokens: neighbours in the sums of attention's two products.
 Suffixes: B sequences, K KV heads, D head size, W tokens of a group and of the ring, N groups, P blocks of words
 (16 / bits groups each), T = N W tokens of capacity, C groups of E channels, X = K and V, L = scale and zero.
 """
@@ -101,7 +102,7 @@ class LowBitCache:
     bits: int
     key_codes_BKPWD: Tensor
     key_levels_BKNLD: Tensor
-    value_codes_BKPWD: Tensor
+    value_codes_BKPDW: Tensor
     value_levels_BKLCT: Tensor
     ring_BKXWD: Tensor
 
@@ -118,12 +119,12 @@ class LowBitCache:
         require(head_dim % channels == 0, "model.head_dim", head_dim, f"a multiple of group ({channels} channels)")
         blocks = math.ceil(context / (group * count))
         code_type = dtype if bits == UNQUANTISED else torch.int16
-        groups, codes = blocks * count, (*lead, blocks, group, head_dim)
+        groups, key_codes = blocks * count, (*lead, blocks, group, head_dim)
         return cls(
             bits,
-            ledger.on_device("low_bit", codes, code_type),
+            ledger.on_device("low_bit", key_codes, code_type),
             ledger.on_device("low_bit", (*lead, groups, 2, head_dim), dtype),
-            ledger.on_device("low_bit", codes, code_type),
+            ledger.on_device("low_bit", (*lead, blocks, head_dim, group), code_type),
             ledger.on_device("low_bit", (*lead, 2, head_dim // channels, groups * group), dtype),
             ledger.on_device("residual", (*lead, 2, group, head_dim), dtype),
         )
@@ -141,7 +142,7 @@ class LowBitCache:
     @property
     def token_bytes(self) -> float:
         """Bytes of one token of one sequence in low bits."""
-        tensors = (self.key_codes_BKPWD, self.key_levels_BKNLD, self.value_codes_BKPWD, self.value_levels_BKLCT)
+        tensors = (self.key_codes_BKPWD, self.key_levels_BKNLD, self.value_codes_BKPDW, self.value_levels_BKLCT)
         return sum(tensor[0].nbytes for tensor in tensors) / self.tokens
 
     def write_prompt(self, sequence: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
@@ -167,9 +168,8 @@ class LowBitCache:
         levels_TCL = torch.cat((scale_TC1, zero_TC1), dim=2)
         self.value_levels_BKLCT[sequence, head, :, :, : len(v_TD)] = levels_TCL.permute(2, 1, 0)
         codes_TD = F.pad(codes_TCE.flatten(1), (0, 0, 0, -len(v_TD) % self.group))
-        self._write_codes(
-            self.value_codes_BKPWD[sequence, head], codes_TD.unflatten(0, (len(codes_TD) // self.group, self.group))
-        )
+        codes_NWD = codes_TD.unflatten(0, (len(codes_TD) // self.group, self.group))
+        self._write_codes(self.value_codes_BKPDW[sequence, head].transpose(1, 2), codes_NWD)
 
     def _write_codes(self, target_PWD: Tensor, codes_NWD: Tensor) -> None:
         packed_PWD = pack(codes_NWD, self.bits)
@@ -196,9 +196,9 @@ class LowBitCache:
         codes_BKCE, scale_BKC1, zero_BKC1 = quantise(value_BKD.unflatten(2, (channel_groups, -1)), 3, self.bits)
         levels_BKLC = torch.cat((scale_BKC1, zero_BKC1), dim=3).transpose(2, 3)
         _write_where(self.value_levels_BKLCT, (row_B, ..., position_B), levels_BKLC, where_B)
-        at = (row_B, slice(None), group_B // codes_per_word(self.bits), slot_B)
-        packed_BKD = _insert(self.value_codes_BKPWD[at], codes_BKCE.flatten(2), group_B, self.bits)
-        _write_where(self.value_codes_BKPWD, at, packed_BKD, where_B)
+        at = (row_B, slice(None), group_B // codes_per_word(self.bits), slice(None), slot_B)
+        packed_BKD = _insert(self.value_codes_BKPDW[at], codes_BKCE.flatten(2), group_B, self.bits)
+        _write_where(self.value_codes_BKPDW, at, packed_BKD, where_B)
 
     def _close_group(self, length_B: Tensor, where_B: Tensor) -> None:
         """The ring's keys are a complete group and go to low bits; the ring keeps what attention sees of them."""
@@ -215,7 +215,7 @@ class LowBitCache:
 
     def fill_random(self, generator: torch.Generator) -> None:
         """Random codes, levels as of normal values, and a random ring, for measuring without a prompt."""
-        for codes in (self.key_codes_BKPWD, self.value_codes_BKPWD):
+        for codes in (self.key_codes_BKPWD, self.value_codes_BKPDW):
             if self.bits == UNQUANTISED:
                 codes.normal_(generator=generator)
             else:
@@ -230,7 +230,7 @@ class LowBitCache:
         scale_BKN1D, zero_BKN1D = self.key_levels_BKNLD.split(1, dim=3)
         key_BKNWD = dequantise(unpack(self.key_codes_BKPWD, self.bits), scale_BKN1D, zero_BKN1D)
         scale_BKTC1, zero_BKTC1 = self.value_levels_BKLCT.permute(2, 0, 1, 4, 3).unsqueeze(-1)
-        codes_BKTD = unpack(self.value_codes_BKPWD, self.bits).flatten(2, 3)
+        codes_BKTD = unpack(self.value_codes_BKPDW, self.bits).transpose(3, 4).flatten(2, 3)
         value_BKTCE = dequantise(codes_BKTD.unflatten(3, (scale_BKTC1.shape[3], -1)), scale_BKTC1, zero_BKTC1)
         return torch.stack((key_BKNWD.flatten(2, 3), value_BKTCE.flatten(3)), dim=2)
 

@@ -6,15 +6,15 @@ is exact: the chosen pairs, the ring of recent tokens and the step's own rows. M
 are left out elsewhere: the softmax does not care where a token lies. The last program of a head merges the partial
 results in a fixed order.
 
-What limits this kernel is the number of instructions: ``lowbit_products.py`` says how few a code takes. Tokens are the
-long side of both products; the few query rows are their columns. Sums over tokens stay apart by place in the tile until
-the end; only the peak is shared after each group.
+What limits this kernel is the number of instructions, about 600 for 32 tokens and a warp: ``lowbit_products.py`` says
+how few a code takes, ``lowbit_tiles.py`` how they stay in the thread that loaded them. A program is one warp, and there
+are as many as find room. Sums over tokens stay apart by thread until the end; only the peak is shared in each turn.
 
-The last row's logits, base 2, go to ``logits_BHT`` by position; ``lowbit_top.py`` makes probabilities of them.
+The last row's logits, base 2, go to ``logits_BKTG`` by position; ``lowbit_top.py`` makes probabilities of them.
 Bytes of a token and KV head at D 128 in 16 bits: 64 of codes, 16 of levels, 1 of marks, and 4 G written.
 Suffixes: B sequences, R rows, H query heads, K KV heads, G = H / K, M = R G query rows of a KV head (padded), D head
 size, W tokens of a group, P blocks of words, N groups, T tokens of a tile or of all, C groups of E channels (1 or 2),
-V pairs of channels, S chosen tokens, X = K and V, L = scale and zero, Z splits.
+S chosen tokens, X = K and V, L = scale and zero, Z splits. In the loop as in ``lowbit_tiles.py``.
 """
 
 from __future__ import annotations
@@ -26,21 +26,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baselines.kernels.lowbit_products import NumberFormat, add_low_values, low_scores
+from baselines.kernels.lowbit_exact import exact_tokens, keep, weigh
+from baselines.kernels.lowbit_products import NumberFormat, add_low_values, low_scores, turned, zero_scores
+from baselines.kernels.lowbit_tiles import (
+    by_column,
+    load_key_levels,
+    load_keys,
+    load_marks,
+    load_queries,
+    load_value_levels,
+    load_values,
+    of_rows,
+    row_tokens,
+    run_tokens,
+    sum_by_thread,
+)
 from dualdecoder.errors import require
-from dualdecoder.kernels.online_softmax import LOG2_E, MERGED_ROWS, PADDED_ROWS, TRITON_TYPES, factor_type, finish_split
+from dualdecoder.kernels.online_softmax import LOG2_E, PADDED_ROWS, TRITON_TYPES, factor_type, finish_split
 from dualdecoder.kernels.sparse_attention import SparseAttentionWorkspace
 
-# About four programs a multiprocessor of an H200; more splits make the merge dear.
-WANTED_PROGRAMS = 512
+# Eight programs for each of an H200's 132 multiprocessors, all at once: the registers of a thread are full.
+WANTED_PROGRAMS = 8 * 132
 MAX_SPLITS = 64
 # What tl.dot takes at least: channels or tokens that are summed, and query rows.
 SMALLEST_TILE = 16
 FEWEST_COLUMNS = 8
-# Two warps: what each of them repeats for a group of keys is a fifth of the work. Without matrix units, products spill.
-NUM_WARPS = 2
+# One warp, as lowbit_tiles.py says, and as many tokens as its registers hold. Without matrix units, products spill.
+NUM_WARPS = 1
 NUM_WARPS_FP32 = 8
+TILE_TOKENS = 32
 NUM_STAGES = 2
+# Partial results that the merge holds in registers.
+MERGED_SPLITS = 4
 
 
 class LowBitTokens(NamedTuple):
@@ -52,7 +69,7 @@ class LowBitTokens(NamedTuple):
 
     key_codes_BKPWD: Tensor
     key_levels_BKNLD: Tensor
-    value_codes_BKPWD: Tensor
+    value_codes_BKPDW: Tensor
     value_levels_BKLCT: Tensor
     ring_BKXWD: Tensor
     marked_BKT: Tensor
@@ -68,176 +85,138 @@ class LowBitTokens(NamedTuple):
 
 
 def wanted_splits(heads: int, blocks: int) -> int:
-    """Programs a head for its low-bit tokens: enough to fill the GPU, each at least one block."""
-    return max(1, min(WANTED_PROGRAMS // heads, MAX_SPLITS, blocks))
+    """Programs a head for its low-bit tokens, beside the one for exact ones, each of at least one block."""
+    return max(1, min(WANTED_PROGRAMS // heads - 1, MAX_SPLITS, blocks))
 
 
 @triton.jit
-def _weigh(score_TM, peak_M):
-    """Weights of a tile in the online softmax (base 2), by how much the earlier tiles' shrink, and the new peak.
-
-    A row that has seen no token yet has peak -inf.
-    """
-    higher_M = tl.maximum(peak_M, tl.max(score_TM, axis=0))
-    # Without the zero, -inf - -inf would make NaN of a row with no token so far.
-    reference_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)
-    return tl.exp2(score_TM - reference_M[None, :]), tl.exp2(peak_M - reference_M), higher_M
+def _levels(
+    key_levels_ptr, value_levels_ptr, marked_ptr, group, first, low, tokens, T: tl.constexpr, W: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """Scales of a tile's keys, scales and zeros of both halves of its values, and the marks of its tokens."""
+    # From a scale to its zero.
+    to_zero = tokens * (D // E)
+    scale_XI = load_key_levels(key_levels_ptr, group, low, M, 0, W, D)
+    lo_scale_A4J, lo_zero_A4J = load_value_levels(value_levels_ptr, first, low, to_zero, T)
+    hi_scale_A4J, hi_zero_A4J = lo_scale_A4J, lo_zero_A4J
+    if D > E:
+        hi_scale_A4J, hi_zero_A4J = load_value_levels(value_levels_ptr + tokens, first, low, to_zero, T)
+    marked_A4J = load_marks(marked_ptr, first, low, T)
+    return scale_XI, lo_scale_A4J, lo_zero_A4J, hi_scale_A4J, hi_zero_A4J, marked_A4J
 
 
 @triton.jit
-def _keep(score_TM, logits_M, last_M, token_T, kept_T):
-    """The last row's scores to their positions; ``logits_M`` points to the rows of the query heads."""
-    tl.store(logits_M[None, :] + token_T[:, None], score_TM, mask=last_M[None, :] & kept_T[:, None])
+def _words(key_words_ptr, value_words_ptr, block, part, T: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, LIFT: tl.constexpr,
+):  # fmt: skip
+    """Of a part of a block: keys, and both halves of the values, turned to the first byte."""
+    value_words_ptr += block * (W * D // 2) + part * (T // 2)
+    key_XV = turned(load_keys(key_words_ptr + block * (W * D // 2) + part * (T * D // 2), T, D), -LIFT & 31)
+    lo_EV = turned(load_values(value_words_ptr, T, W, E), -LIFT & 31)
+    hi_EV = lo_EV
+    if D > E:
+        hi_EV = turned(load_values(value_words_ptr + E * (W // 2), T, W, E), -LIFT & 31)
+    return key_XV, lo_EV, hi_EV
 
 
 @triton.jit
 def _low_tokens(
-    q_DM, key_words_ptr, key_levels_ptr, value_words_ptr, value_levels_ptr, marked_ptr, logits_M, last_M, low, first,
-    end, tokens, scale, mask, ones, M: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BITS: tl.constexpr, SPAN: tl.constexpr, LIFT: tl.constexpr, FACTOR: tl.constexpr,
+    wide_q_XI, key_words_ptr, key_levels_ptr, value_words_ptr, value_levels_ptr, marked_ptr, logits_ptr, low, begin,
+    end, tokens, scale, G: tl.constexpr, R: tl.constexpr, M: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, LIFT: tl.constexpr, GAIN: tl.constexpr, BACK: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Peak, total and both halves of the output for the tokens before ``low`` of blocks ``first`` to ``end``.
+    """Peak, total and both halves of the output for the tokens before ``low`` of parts ``begin`` to ``end`` of blocks.
 
     Pointers are those of the head; words are of 32 bits.
     """
-    PACK: tl.constexpr = 16 // BITS
-    w, pair_D, pair_E = tl.arange(0, W), tl.arange(0, D // 2), tl.arange(0, E // 2)
-    peak_M, total_WM = tl.full((M,), float("-inf"), tl.float32), tl.zeros((W, M), tl.float32)
-    lo_EM, lo_rest_WM = tl.zeros((E, M), tl.float32), tl.zeros((W, M), tl.float32)
-    hi_EM, hi_rest_WM = tl.zeros((E, M), tl.float32), tl.zeros((W, M), tl.float32)
-    wide_q_DM = q_DM * SPAN
-    # From a scale to its zero.
-    to_zero = tokens * (D // E)
-    for block in range(first, end):
-        word_W1 = (block * W + w).to(tl.int64)[:, None] * (D // 2)
-        key_WV = tl.load(key_words_ptr + word_W1 + pair_D[None, :])
-        lo_WV = tl.load(value_words_ptr + word_W1 + pair_E[None, :])
-        if D > E:
-            hi_WV = tl.load(value_words_ptr + word_W1 + E // 2 + pair_E[None, :])
-        # A loop, not unrolled: eight bodies would not fit the instruction cache.
-        for j in range(PACK):
-            group, shift = block * PACK + j, j * BITS
-            token_W = group * W + w
-            in_low_bits_W = token_W < low
-            levels_ptr = key_levels_ptr + group * (2 * D)
-            score_WM = scale * low_scores(
-                q_DM, wide_q_DM, key_WV, levels_ptr, group * W < low, shift, mask, ones, LIFT, W, D, FACTOR
-            )
-            exists_W = in_low_bits_W & (tl.load(marked_ptr + token_W, mask=in_low_bits_W, other=1) == 0)
-            _keep(score_WM, logits_M, last_M, token_W, exists_W)
-            score_WM = tl.where(exists_W[:, None], score_WM, float("-inf"))
-            weight_WM, shrink_M, peak_M = _weigh(score_WM, peak_M)
-            total_WM = total_WM * shrink_M[None, :] + weight_WM
-            levels_W = value_levels_ptr + token_W
-            lo_EM, lo_rest_WM = add_low_values(
-                lo_EM, lo_rest_WM, weight_WM, shrink_M, lo_WV, levels_W, to_zero, in_low_bits_W, shift, mask, ones,
-                SPAN, LIFT, W, E, FACTOR,
-            )  # fmt: skip
-            if D > E:
-                levels_W += tokens
-                hi_EM, hi_rest_WM = add_low_values(
-                    hi_EM, hi_rest_WM, weight_WM, shrink_M, hi_WV, levels_W, to_zero, in_low_bits_W, shift, mask,
-                    ones, SPAN, LIFT, W, E, FACTOR,
-                )  # fmt: skip
-    lo_EM, hi_EM = lo_EM + tl.sum(lo_rest_WM, axis=0)[None, :], hi_EM + tl.sum(hi_rest_WM, axis=0)[None, :]
-    return peak_M, tl.sum(total_WM, axis=0), lo_EM, hi_EM
-
-
-@triton.jit
-def _add_exact(
-    q_DM, key_T, value_T, exists_T, allowed_TM, peak_M, total_TM, lo_EM, hi_EM, scale, D: tl.constexpr,
-    E: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
-    """One tile of exact tokens, given the addresses of their keys and values; its scores come first."""
-    d, e = tl.arange(0, D)[None, :], tl.arange(0, E)[None, :]
-    real_T1 = exists_T[:, None]
-    key_TD = tl.load(key_T[:, None] + d, mask=real_T1, other=0.0).to(FACTOR)
-    score_TM = tl.dot(key_TD, q_DM.to(FACTOR), input_precision="ieee") * scale
-    score_TM = tl.where(allowed_TM & real_T1, score_TM, float("-inf"))
-    weight_TM, shrink_M, peak_M = _weigh(score_TM, peak_M)
-    total_TM = total_TM * shrink_M[None, :] + weight_TM
-    weight_TM = weight_TM.to(FACTOR)
-    lo_ET = tl.trans(tl.load(value_T[:, None] + e, mask=real_T1, other=0.0).to(FACTOR))
-    lo_EM = tl.dot(lo_ET, weight_TM, lo_EM * shrink_M[None, :], input_precision="ieee")
-    if D > E:
-        hi_ET = tl.trans(tl.load(value_T[:, None] + E + e, mask=real_T1, other=0.0).to(FACTOR))
-        hi_EM = tl.dot(hi_ET, weight_TM, hi_EM * shrink_M[None, :], input_precision="ieee")
-    return score_TM, peak_M, total_TM, lo_EM, hi_EM
-
-
-@triton.jit
-def _exact_tokens(
-    q_DM, pairs_ptr, slot_ptr, chosen_ptr, ring_ptr, marked_ptr, k_ptr, v_ptr, k_stride_r, v_stride_r, logits_M,
-    last_M, row_M, length, room, scale, R: tl.constexpr, S: tl.constexpr, M: tl.constexpr, W: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
-    """The same of the chosen pairs, the rest of the ring, and the step's own rows. Pointers are those of the head."""
-    w, all_1M = tl.arange(0, W), (row_M >= 0)[None, :]
-    peak_M, total_WM = tl.full((M,), float("-inf"), tl.float32), tl.zeros((W, M), tl.float32)
-    lo_EM, hi_EM = tl.zeros((E, M), tl.float32), tl.zeros((E, M), tl.float32)
-    for first in range(0, S, W):
-        place_W = first + w
-        token_W = tl.load(chosen_ptr + place_W, mask=place_W < S, other=-1)
-        exists_W = token_W >= 0
-        pair_W = pairs_ptr + tl.load(slot_ptr + place_W, mask=exists_W, other=0) * (2 * D)
-        score_WM, peak_M, total_WM, lo_EM, hi_EM = _add_exact(
-            q_DM, pair_W, pair_W + D, exists_W, all_1M, peak_M, total_WM, lo_EM, hi_EM, scale, D, E, FACTOR
+    PLACES: tl.constexpr = 8 // BITS
+    peak_M, total_AM = tl.full((M,), float("-inf"), tl.float32), tl.zeros((8, M), tl.float32)
+    lo_EM, lo_rest_AM = tl.zeros((E, M), tl.float32), tl.zeros((8, M), tl.float32)
+    hi_EM, hi_rest_AM = tl.zeros((E, M), tl.float32), tl.zeros((8, M), tl.float32)
+    n_16 = tl.arange(0, 16)[:, None]
+    for tile in range(begin, end):
+        block, part = tile // (W // T), tile % (W // T)
+        group, first = block * (2 * PLACES), block * (2 * PLACES * W) + part * T
+        key_XV, lo_EV, hi_EV = _words(key_words_ptr, value_words_ptr, block, part, T, W, D, E, LIFT)
+        zero_NM = zero_scores(wide_q_XI, key_levels_ptr + D, group, low, 2 * PLACES, W, D, M, FACTOR) * (scale / GAIN)
+        scale_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked = _levels(
+            key_levels_ptr, value_levels_ptr, marked_ptr, group, first, low, tokens, T, W, D, E, M
         )
-        _keep(score_WM, logits_M, last_M, token_W, exists_W)
-    token_W = length - 1 - (length - 1 - w + W) % W
-    exists_W = token_W >= 0
-    exists_W &= tl.load(marked_ptr + token_W, mask=exists_W, other=1) == 0
-    ring_W = ring_ptr + w * D
-    score_WM, peak_M, total_WM, lo_EM, hi_EM = _add_exact(
-        q_DM, ring_W, ring_W + W * D, exists_W, all_1M, peak_M, total_WM, lo_EM, hi_EM, scale, D, E, FACTOR
-    )
-    _keep(score_WM, logits_M, last_M, token_W, exists_W)
-    key_W, value_W = k_ptr + w.to(tl.int64) * k_stride_r, v_ptr + w.to(tl.int64) * v_stride_r
-    seen_WM = w[:, None] <= row_M[None, :]
-    score_WM, peak_M, total_WM, lo_EM, hi_EM = _add_exact(
-        q_DM, key_W, value_W, w < R, seen_WM, peak_M, total_WM, lo_EM, hi_EM, scale, D, E, FACTOR
-    )
-    # A sequence that is full has no place for row 0.
-    _keep(score_WM, logits_M, last_M, length + w, (w < R - 1) & (length + w < room))
-    return peak_M, tl.sum(total_WM, axis=0), lo_EM, hi_EM
+        # Loops, not unrolled: so many bodies would not fit the instruction cache.
+        for byte in range(2):
+            mask, step = ((1 << BITS) - 1 << LIFT) * 0x10001, 1.0
+            for place in range(PLACES):
+                # In flight for one turn; after the last one, nothing.
+                ahead = tl.where(byte * PLACES + place < 2 * PLACES - 1, low, 0)
+                following = _levels(
+                    key_levels_ptr, value_levels_ptr, marked_ptr, group + 1, first + W, ahead, tokens, T, W, D, E, M
+                )
+                exists = (marked == 0) & (run_tokens(first, T, T // 8) < low)
+                zero_M = tl.sum(tl.where(n_16 == byte * PLACES + place, zero_NM, 0.0), axis=0)
+                score_TM = low_scores(wide_q_XI, scale_XI, key_XV, mask, T, D, M, FACTOR)
+                score_TM = score_TM * (scale * BACK * step) + zero_M[None, :]
+                exists_TH1 = of_rows(exists, T, M)
+                keep(score_TM, logits_ptr, row_tokens(first, T), exists_TH1, T, G, R, M)
+                score_TM = tl.where(by_column(exists_TH1, T, M), score_TM, float("-inf"))
+                weight_TM, shrink_M, peak_M = weigh(score_TM, peak_M)
+                total_AM = total_AM * shrink_M[None, :] + sum_by_thread(weight_TM, T, M)
+                lo_EM, lo_rest_AM = add_low_values(
+                    lo_EM, lo_rest_AM, weight_TM, shrink_M, lo_EV, lo_scale, lo_zero, exists, mask, GAIN * step, T, E,
+                    M, FACTOR,
+                )  # fmt: skip
+                if D > E:
+                    hi_EM, hi_rest_AM = add_low_values(
+                        hi_EM, hi_rest_AM, weight_TM, shrink_M, hi_EV, hi_scale, hi_zero, exists, mask, GAIN * step, T,
+                        E, M, FACTOR,
+                    )  # fmt: skip
+                mask, step, group, first = mask << BITS, step * (1 / (1 << BITS)), group + 1, first + W
+                scale_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked = following
+            key_XV, lo_EV, hi_EV = turned(key_XV, 8), turned(lo_EV, 8), turned(hi_EV, 8)
+    lo_EM = lo_EM * BACK + tl.sum(lo_rest_AM, axis=0)[None, :]
+    hi_EM = hi_EM * BACK + tl.sum(hi_rest_AM, axis=0)[None, :]
+    return peak_M, tl.sum(total_AM, axis=0), lo_EM, hi_EM
 
 
 @triton.jit
 def _lowbit_attention_kernel(
     q_ptr, k_ptr, v_ptr, key_words_ptr, key_levels_ptr, value_words_ptr, value_levels_ptr, ring_ptr, marked_ptr,
     pairs_ptr, slot_ptr, chosen_ptr, length_ptr, partial_ptr, peak_ptr, total_ptr, arrived_ptr, logits_ptr, o_ptr,
-    scale, mask, ones, blocks, room, q_stride_b, q_stride_r, q_stride_h, k_stride_b, k_stride_r, k_stride_k, v_stride_b,
-    v_stride_r, v_stride_k, K: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, W: tl.constexpr,
+    scale, blocks, room, q_stride_b, q_stride_r, q_stride_h, k_stride_b, k_stride_r, k_stride_k, v_stride_b, v_stride_r,
+    v_stride_k, K: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, Z: tl.constexpr, ZZ: tl.constexpr, M: tl.constexpr, STORED: tl.constexpr,
-    BITS: tl.constexpr, SPAN: tl.constexpr, LIFT: tl.constexpr, FACTOR: tl.constexpr,
+    BITS: tl.constexpr, LIFT: tl.constexpr, GAIN: tl.constexpr, BACK: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     PACK: tl.constexpr = 16 // BITS
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, kv_head = head // K, head % K
     m, d, e = tl.arange(0, M), tl.arange(0, D), tl.arange(0, E)
     row_M, group_M = m // G, m % G
-    q_M = b * q_stride_b + row_M * q_stride_r + (kv_head * G + group_M) * q_stride_h
-    q_DM = tl.load(q_ptr + q_M[None, :] + d[:, None], mask=(m < R * G)[None, :], other=0.0).to(tl.float32)
-    logits_M, last_M = logits_ptr + (head * G + group_M) * room, row_M == R - 1
+    q_ptr += b * q_stride_b + kv_head * G * q_stride_h
+    logits_ptr += head * G * room
     length = tl.load(length_ptr + b).to(tl.int32)
     tokens = blocks * (PACK * W)
     marked_ptr += head * tokens
     if split < Z - 1:
         # The values of tokens before this one are in low bits, and so are their keys.
         low = tl.maximum(length - W, 0)
-        used = tl.cdiv(low, PACK * W)
+        used = tl.cdiv(low, PACK * W) * (W // T)
+        q_XI = load_queries(q_ptr, q_stride_r, q_stride_h, G, R, M, D).to(FACTOR)
         peak_M, total_M, lo_EM, hi_EM = _low_tokens(
-            q_DM, key_words_ptr + head * blocks * (W * D // 2), key_levels_ptr + head * blocks * (PACK * 2 * D),
-            value_words_ptr + head * blocks * (W * D // 2), value_levels_ptr + head * tokens * (2 * (D // E)),
-            marked_ptr, logits_M, last_M, low, split * used // (Z - 1), (split + 1) * used // (Z - 1), tokens, scale,
-            mask, ones, M, W, D, E, BITS, SPAN, LIFT, FACTOR,
+            (q_XI * GAIN).to(FACTOR), key_words_ptr + head * blocks * (W * D // 2),
+            key_levels_ptr + head * blocks * (PACK * 2 * D), value_words_ptr + head * blocks * (W * D // 2),
+            value_levels_ptr + head * tokens * (2 * (D // E)), marked_ptr, logits_ptr, low, split * used // (Z - 1),
+            (split + 1) * used // (Z - 1), tokens, scale, G, R, M, W, T, D, E, BITS, LIFT, GAIN, BACK, FACTOR,
         )  # fmt: skip
     else:
-        peak_M, total_M, lo_EM, hi_EM = _exact_tokens(
+        q_M = row_M * q_stride_r + group_M * q_stride_h
+        q_DM = tl.load(q_ptr + q_M[None, :] + d[:, None], mask=(m < R * G)[None, :], other=0.0)
+        peak_M, total_M, lo_EM, hi_EM = exact_tokens(
             q_DM, pairs_ptr + head * (S * 2 * D), slot_ptr + head * S, chosen_ptr + head * S,
             ring_ptr + head * (2 * W * D), marked_ptr, k_ptr + b * k_stride_b + kv_head * k_stride_k,
-            v_ptr + b * v_stride_b + kv_head * v_stride_k, k_stride_r, v_stride_r, logits_M, last_M, row_M, length,
-            room, scale, R, S, M, W, D, E, FACTOR,
+            v_ptr + b * v_stride_b + kv_head * v_stride_k, k_stride_r, v_stride_r, logits_ptr, row_M, length, room,
+            scale, G, R, S, M, W, T, D, E, FACTOR,
         )  # fmt: skip
     at_M, real_M = (head * Z + split) * STORED + m, m < R * G
     tl.store(partial_ptr + at_M[None, :] * D + e[:, None], lo_EM, mask=real_M[None, :])
@@ -254,38 +233,36 @@ def lowbit_attention(
     v_BRKD: Tensor,
     tokens: LowBitTokens,
     workspace: SparseAttentionWorkspace,
-    logits_BHT: Tensor,
+    logits_BKTG: Tensor,
     o_BRHD: Tensor,
 ) -> Tensor:
-    """Attend to all past tokens and, causally, to the step's own rows; fills ``o_BRHD`` and ``logits_BHT``.
+    """Attend to all past tokens and, causally, to the step's own rows; fills ``o_BRHD`` and ``logits_BKTG``.
 
     q, k, v (rotated; any strides with the last dimension contiguous), levels, ring and pairs share one dtype: bf16,
     fp16 or fp32. workspace: of at least two splits; the last program takes the exact tokens, the others the low-bit
-    ones. logits_BHT (fp32): the last row's logits times log2(e) at the positions of past tokens and of row 0 of two;
+    ones. logits_BKTG (fp32): the last row's logits times log2(e) at the positions of past tokens and of row 0 of two;
     the rest is left alone. R * G up to 16; D and W powers of two from 16 on; D at most 2 groups of channels.
     Raises ``ConfigError`` for other shapes.
     """
     (batch, rows, heads, head_dim), kv_heads = q_BRHD.shape, k_BRKD.shape[2]
     check_shapes(tokens.bits, tokens.ring_BKXWD.shape[3], head_dim, rows * heads // kv_heads)
-    _check(q_BRHD, k_BRKD, v_BRKD, tokens, workspace, logits_BHT, o_BRHD)
+    _check(q_BRHD, k_BRKD, v_BRKD, tokens, workspace, logits_BKTG, o_BRHD)
     columns = max(FEWEST_COLUMNS, triton.next_power_of_2(rows * heads // kv_heads))
     factor = factor_type(q_BRHD.dtype)
-    number = NumberFormat.of(factor, tokens.bits)
-    lanes = 1 if factor == tl.float32 else 0x10001
-    # Arguments and not constants: the compiler would spend an instruction for each.
-    mask, ones = ((1 << tokens.bits) - 1 << number.lift) * lanes, number.one * lanes
+    number = NumberFormat.of(factor)
     words = tokens._replace(
         key_codes_BKPWD=tokens.key_codes_BKPWD.view(torch.int32),
-        value_codes_BKPWD=tokens.value_codes_BKPWD.view(torch.int32),
+        value_codes_BKPDW=tokens.value_codes_BKPDW.view(torch.int32),
     )
     _lowbit_attention_kernel[(batch * kv_heads, workspace.splits)](
         q_BRHD, k_BRKD, v_BRKD, *words, workspace.partial_BKZMD, workspace.peak_BKZM, workspace.total_BKZM,
-        workspace.arrived_BK, logits_BHT, o_BRHD, head_dim**-0.5 * LOG2_E, mask, ones, tokens.key_codes_BKPWD.shape[2],
-        logits_BHT.shape[2], *q_BRHD.stride()[:3], *k_BRKD.stride()[:3], *v_BRKD.stride()[:3],
+        workspace.arrived_BK, logits_BKTG, o_BRHD, head_dim**-0.5 * LOG2_E, tokens.key_codes_BKPWD.shape[2],
+        logits_BKTG.shape[2], *q_BRHD.stride()[:3], *k_BRKD.stride()[:3], *v_BRKD.stride()[:3],
         K=kv_heads, G=heads // kv_heads, R=rows, S=tokens.chosen_BKS.shape[2], W=tokens.ring_BKXWD.shape[3],
+        T=min(tokens.ring_BKXWD.shape[3], TILE_TOKENS),
         D=head_dim, E=head_dim // tokens.value_levels_BKLCT.shape[3], Z=workspace.splits,
-        ZZ=min(triton.next_power_of_2(workspace.splits), MERGED_ROWS // columns), M=columns, STORED=PADDED_ROWS,
-        BITS=tokens.bits, SPAN=number.span, LIFT=number.lift, FACTOR=factor,
+        ZZ=min(triton.next_power_of_2(workspace.splits), MERGED_SPLITS), M=columns, STORED=PADDED_ROWS,
+        BITS=tokens.bits, LIFT=number.lift, GAIN=number.gain, BACK=number.back, FACTOR=factor,
         num_warps=NUM_WARPS_FP32 if q_BRHD.dtype == torch.float32 else NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return o_BRHD
@@ -307,12 +284,12 @@ def _check(
     v_BRKD: Tensor,
     tokens: LowBitTokens,
     workspace: SparseAttentionWorkspace,
-    logits_BHT: Tensor,
+    logits_BKTG: Tensor,
     o_BRHD: Tensor,
 ) -> None:
     require(q_BRHD.dtype in TRITON_TYPES, "dtype", q_BRHD.dtype, "bfloat16, float16, float32")
     require(workspace.splits >= 2, "splits", workspace.splits, "at least 2")
-    require(logits_BHT.dtype == torch.float32, "logits.dtype", logits_BHT.dtype, "float32")
+    require(logits_BKTG.dtype == torch.float32, "logits.dtype", logits_BKTG.dtype, "float32")
     last_dense = all(t.stride(-1) == 1 for t in (q_BRHD, k_BRKD, v_BRKD))
-    dense = all(t.is_contiguous() for t in (*tokens, logits_BHT, o_BRHD))
+    dense = all(t.is_contiguous() for t in (*tokens, logits_BKTG, o_BRHD))
     require(last_dense and dense, "strides", "strided", "contiguous tensors; q, k, v in the last dimension")

@@ -48,12 +48,12 @@ def _retire_value(
     value_ptr, words_ptr, levels_ptr, position, tokens, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """One exact value to low bits. Pointers are those of the value, of its words and of the head's levels."""
+    """One exact value to low bits. Pointers are those of the value, of its first word and of the head's levels."""
     c_C1, e_1E = tl.arange(0, D // E)[:, None], tl.arange(0, E)[None, :]
     value_CE = tl.load(value_ptr + c_C1 * E + e_1E).to(tl.float32)
     low_C1, high_C1 = tl.min(value_CE, axis=1, keep_dims=True), tl.max(value_CE, axis=1, keep_dims=True)
     scale_C1, zero_C1 = _levels(low_C1, high_C1, BITS, KIND)
-    _store_codes(words_ptr + c_C1 * E + e_1E, _codes(value_CE, scale_C1, zero_C1, BITS), position // W, BITS)
+    _store_codes(words_ptr + (c_C1 * E + e_1E) * W, _codes(value_CE, scale_C1, zero_C1, BITS), position // W, BITS)
     tl.store(levels_ptr + c_C1 * tokens + position, scale_C1.to(KIND))
     tl.store(levels_ptr + (D // E + c_C1) * tokens + position, zero_C1.to(KIND))
 
@@ -92,7 +92,7 @@ def _commit_kernel(
         if length >= W:
             block = head * blocks + (length - W) // (PACK * W)
             _retire_value(
-                ring_ptr + (W + slot) * D, value_codes_ptr + (block * W + slot) * D,
+                ring_ptr + (W + slot) * D, value_codes_ptr + block * (W * D) + slot,
                 value_levels_ptr + head * (2 * (D // E)) * tokens, length - W, tokens, W, D, E, BITS, KIND,
             )  # fmt: skip
         # No thread writes the new token before all have read the value.
@@ -128,7 +128,7 @@ def commit_lowbit(
     require(pinned, "host memory", "pageable", "pinned memory, which a kernel can write")
     require(k_BKD.stride(-1) == v_BKD.stride(-1) == 1, "strides", "strided", "k and v dense in the last dimension")
     _commit_kernel[(batch * kv_heads,)](
-        cache.ring_BKXWD, cache.key_codes_BKPWD, cache.key_levels_BKNLD, cache.value_codes_BKPWD,
+        cache.ring_BKXWD, cache.key_codes_BKPWD, cache.key_levels_BKNLD, cache.value_codes_BKPDW,
         cache.value_levels_BKLCT, host_AKTXCD, k_BKD, v_BKD, length_B, commit_B, cache.key_codes_BKPWD.shape[2],
         host_AKTXCD.shape[2], *k_BKD.stride()[:2], *v_BKD.stride()[:2], A=len(host_AKTXCD), K=kv_heads, W=group,
         D=head_dim, E=head_dim // cache.value_levels_BKLCT.shape[3], BITS=cache.bits, num_warps=NUM_WARPS,

@@ -1,13 +1,13 @@
 """Products with packed keys and values in which dequantisation is folded into the other factor.
 
-In 16 bits a code becomes the float ``n = 1 + code / span`` by putting it into the fraction of a one: a rotation and a
-logical operation for two neighbouring channels, no conversion. A number is ``zero + scale code``, so with
-``f = span scale`` it is ``f n + (zero - f)``. Keys of a group share f per channel: q f goes into the product, and
-``sum(q zero - q f)`` is added to all its tokens. Values have f per token: the same with the weights. Both sums use the
-factors as rounded for the product, so the ones cancel exactly. But they are summed before they cancel, and matrix units
-truncate: so the code goes into the highest bits, where the span is smallest. In 32 bits a code is converted: n is the
-code itself, and there is no one to cancel.
-Suffixes: M query rows, T tokens of a group, D head size, E channels of a group, V pairs of channels.
+In 16 bits a code is used where it lies. The words are turned so that a byte of codes is at the low end of the fraction,
+its top bit the lowest of the exponent: with all but one code masked off, that is the float ``code 2^place`` times a
+constant, mostly a subnormal one, which matrix units multiply exactly. One logical operation makes two numbers. As they
+are tiny, the other factor takes a ``gain``. In 32 bits a code is converted.
+A number is ``zero + scale code``. Keys of a group share both per channel: ``q scale`` goes into the product, and
+``sum(q zero)``, one product for the groups of a block, is added for all its tokens. Values have them per token: the
+same with the weights.
+Suffixes: as in ``lowbit_tiles.py``.
 """
 
 from __future__ import annotations
@@ -17,78 +17,91 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from baselines.kernels.lowbit_tiles import (
+    RUN,
+    WORD_RUN,
+    by_column,
+    load_key_levels,
+    of_rows,
+    sum_by_thread,
+    to_tokens,
+    unit_order,
+)
+
 
 class NumberFormat(NamedTuple):
-    """How a code becomes a float.
+    """How a byte of codes becomes floats.
 
-    lift: bit of the fraction where the code begins. one: bit pattern of what it is added to. span: one over the
-    difference that a code of 1 makes.
+    lift: bit where the byte begins. gain: what the other factor is multiplied with. back: what a product of codes in
+    place 0 must be multiplied with.
     """
 
     lift: int
-    one: int
-    span: float
+    gain: float
+    back: float
 
     @classmethod
-    def of(cls, factor: tl.dtype, bits: int) -> NumberFormat:
-        """For codes of that many bits in a type of 16 bits; in fp32 the code is the number."""
+    def of(cls, factor: tl.dtype) -> NumberFormat:
+        """For a type of 16 bits; in fp32 the code is the number."""
         if factor == tl.float32:
-            return cls(0, 0, 1.0)
-        fraction, bias = {"bf16": (7, 127), "fp16": (10, 15)}[str(factor)]
-        return cls(fraction - bits, bias << fraction, 2.0**bits)
+            return cls(0, 1.0, 1.0)
+        # The gain leaves room above for large factors, and below for small weights.
+        fraction, smallest, gain = {"bf16": (7, -133, 100), "fp16": (10, -24, 4)}[str(factor)]
+        lift = fraction - 7
+        return cls(lift, 2.0**gain, 2.0 ** (-smallest - lift - gain))
 
 
 @triton.jit
-def _numbers(word_TV, shift, mask, ones, LIFT: tl.constexpr, FACTOR: tl.constexpr, T: tl.constexpr, E: tl.constexpr):
-    """Floats of the codes from bit ``shift`` on, ``[T, E]``; a word of 32 bits holds two channels."""
+def turned(word, right):
+    """Words rotated by 0 to 31 bits: one instruction."""
+    bits = word.to(tl.uint32, bitcast=True)
+    return ((bits >> right) | (bits << (-right & 31))).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _numbers(word_XV, mask, FACTOR: tl.constexpr):
+    """Floats of the codes under the mask, ``[X, V, 2]``."""
+    both_XV = word_XV & mask
     if tl.float32 == FACTOR:
-        even_TV = ((word_TV >> shift) & mask).to(tl.float32)
-        odd_TV = ((word_TV >> (shift + 16)) & mask).to(tl.float32)
+        even_XV, odd_XV = (both_XV & 0xFFFF).to(tl.float32), (both_XV >> 16).to(tl.float32)
     else:
-        # A rotation, as the code may have to go up or down. It takes one instruction.
-        turn, bits_TV = (shift - LIFT) & 31, word_TV.to(tl.uint32, bitcast=True)
-        both_TV = ((bits_TV >> turn) | (bits_TV << (-turn & 31))).to(tl.int32, bitcast=True)
-        both_TV = (both_TV & mask) | ones
-        even_TV, odd_TV = both_TV.to(tl.int16), (both_TV >> 16).to(tl.int16)
-    return tl.reshape(tl.join(even_TV, odd_TV), (T, E)).to(FACTOR, bitcast=True)
+        even_XV, odd_XV = both_XV.to(tl.int16), (both_XV >> 16).to(tl.int16)
+    return tl.join(even_XV, odd_XV).to(FACTOR, bitcast=True)
 
 
 @triton.jit
-def _rest(product, factor):
-    """What a number's product with the other factor lacks, besides ``f n``."""
-    return product if tl.float32 == factor.dtype else product - factor.to(tl.float32)
+def zero_scores(
+    wide_q_XI, zeros_ptr, group, low, N: tl.constexpr, W: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    FACTOR: tl.constexpr,
+):  # fmt: skip
+    """Products of the queries with the zeros of N groups of keys (8 or 16) from ``group`` on, ``[16, M]``."""
+    zero_XI = load_key_levels(zeros_ptr, group, low, N, 1, W, D).to(FACTOR)
+    zero_ND = tl.reshape(unit_order(zero_XI, N, D, RUN), (1, N, D))
+    # The unit takes no fewer than 16 rows.
+    zero_ND = tl.reshape(tl.broadcast_to(zero_ND, (16 // N, N, D)), (16, D))
+    return tl.dot(zero_ND, tl.trans(unit_order(wide_q_XI, M, D, RUN)), input_precision="ieee")
 
 
 @triton.jit
 def low_scores(
-    q_DM, wide_q_DM, word_TV, levels_ptr, exist, shift, mask, ones, LIFT: tl.constexpr, T: tl.constexpr,
-    D: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
-    """Dot products of a group's keys with the queries, which ``wide_q_DM`` holds times the span.
-
-    ``levels_ptr`` is that group's.
-    """
-    d = tl.arange(0, D)
-    scale_D = tl.load(levels_ptr + d, mask=exist & (d < D), other=0.0).to(tl.float32)
-    zero_D = tl.load(levels_ptr + D + d, mask=exist & (d < D), other=0.0).to(tl.float32)
-    factor_DM = (wide_q_DM * scale_D[:, None]).to(FACTOR)
-    rest_M = tl.sum(_rest(q_DM * zero_D[:, None], factor_DM), axis=0)
-    number_TD = _numbers(word_TV, shift, mask, ones, LIFT, FACTOR, T, D)
-    return tl.dot(number_TD, factor_DM, input_precision="ieee") + rest_M[None, :]
+    wide_q_XI, scale_XI, word_XV, mask, T: tl.constexpr, D: tl.constexpr, M: tl.constexpr, FACTOR: tl.constexpr
+):
+    """Products of the queries with the scaled codes of a tile of keys, ``[T, M]``."""
+    factor_DM = tl.trans(unit_order(wide_q_XI * scale_XI.to(FACTOR), M, D, WORD_RUN))
+    return tl.dot(unit_order(_numbers(word_XV, mask, FACTOR), T, D, WORD_RUN), factor_DM, input_precision="ieee")
 
 
 @triton.jit
 def add_low_values(
-    o_EM, rest_TM, weight_TM, shrink_M, word_TV, levels_T, to_zero, exists_T, shift, mask, ones, SPAN: tl.constexpr,
-    LIFT: tl.constexpr, T: tl.constexpr, E: tl.constexpr, FACTOR: tl.constexpr,
+    o_EM, rest_AM, weight_TM, shrink_M, word_EV, scale_A4J, zero_A4J, exists_A4J, mask, gain, T: tl.constexpr,
+    E: tl.constexpr, M: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Weighted sum of a group's values, one group of channels; ``levels_T`` points to the tokens' scales.
-
-    The sum over ``rest_TM`` belongs to every channel.
-    """
-    scale_T = tl.load(levels_T, mask=exists_T, other=0.0).to(tl.float32)
-    zero_T = tl.load(levels_T + to_zero, mask=exists_T, other=0.0).to(tl.float32)
-    factor_TM = (weight_TM * (scale_T * SPAN)[:, None]).to(FACTOR)
-    rest_TM = rest_TM * shrink_M[None, :] + _rest(weight_TM * zero_T[:, None], factor_TM)
-    number_ET = tl.trans(_numbers(word_TV, shift, mask, ones, LIFT, FACTOR, T, E))
-    return tl.dot(number_ET, factor_TM, o_EM * shrink_M[None, :], input_precision="ieee"), rest_TM
+    """Weighted sum of a tile's values, one group of channels. The sum over ``rest_AM`` belongs to every channel."""
+    # What does not exist may be anything: a weight of zero does not help.
+    scale_TM = by_column(of_rows(tl.where(exists_A4J, scale_A4J.to(tl.float32), 0.0), T, M), T, M)
+    zero_TM = by_column(of_rows(tl.where(exists_A4J, zero_A4J.to(tl.float32), 0.0), T, M), T, M)
+    rest_AM = rest_AM * shrink_M[None, :] + sum_by_thread(weight_TM * zero_TM, T, M)
+    factor_MT = to_tokens((weight_TM * (scale_TM * gain)).to(FACTOR), T, M)
+    factor_TM = tl.trans(unit_order(factor_MT, M, T, WORD_RUN))
+    number_ET = unit_order(_numbers(word_EV, mask, FACTOR), E, T, WORD_RUN)
+    return tl.dot(number_ET, factor_TM, o_EM * shrink_M[None, :], input_precision="ieee"), rest_AM

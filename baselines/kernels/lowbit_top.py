@@ -49,21 +49,22 @@ class ChoiceWorkspace:
 
 @triton.jit
 def _keys_kernel(
-    logits_ptr, peak_ptr, total_ptr, keys_ptr, length, keys_length, first_row, G: tl.constexpr, M: tl.constexpr,
-    Z: tl.constexpr, ZP: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, peak_ptr, total_ptr, keys_ptr, length, keys_length, first_row, G: tl.constexpr, GP: tl.constexpr,
+    M: tl.constexpr, Z: tl.constexpr, ZP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
-    t, z = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, ZP)
-    sum_T = tl.zeros((BLOCK,), tl.float32)
-    for g in tl.range(G):
-        logit_T = tl.load(logits_ptr + (head * G + g) * length + t, mask=t < length, other=float("-inf"))
-        at_Z = (head * Z + z) * M + first_row + g
-        peak_Z = tl.load(peak_ptr + at_Z, mask=z < Z, other=float("-inf"))
-        total_Z = tl.load(total_ptr + at_Z, mask=z < Z, other=0.0)
-        # Every row sees at least itself, so the highest peak is finite.
-        peak = tl.max(peak_Z, axis=0)
-        logsumexp = peak + tl.log2(tl.sum(total_Z * tl.exp2(peak_Z - peak), axis=0))
-        sum_T += tl.exp2(logit_T - logsumexp)
+    g_1G, real_1G = tl.arange(0, GP)[None, :], (tl.arange(0, GP) < G)[None, :]
+    z_Z1, t = tl.arange(0, ZP)[:, None], tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at_ZG = (head * Z + z_Z1) * M + first_row + g_1G
+    peak_ZG = tl.load(peak_ptr + at_ZG, mask=(z_Z1 < Z) & real_1G, other=float("-inf"))
+    total_ZG = tl.load(total_ptr + at_ZG, mask=(z_Z1 < Z) & real_1G, other=0.0)
+    # Every row sees at least itself, so the highest peak of a real one is finite.
+    peak_G = tl.where(tl.arange(0, GP) < G, tl.max(peak_ZG, axis=0), 0.0)
+    total_G = tl.sum(total_ZG * tl.exp2(peak_ZG - peak_G[None, :]), axis=0)
+    logsumexp_G = peak_G + tl.log2(tl.where(tl.arange(0, GP) < G, total_G, 1.0))
+    at_TG = (head * length + t)[:, None] * G + g_1G
+    logit_TG = tl.load(logits_ptr + at_TG, mask=(t < length)[:, None] & real_1G, other=float("-inf"))
+    sum_T = tl.sum(tl.exp2(logit_TG - logsumexp_G[None, :]), axis=1)
     tl.store(keys_ptr + head * keys_length + t, tl.log2(tl.maximum(sum_T, TINY)), mask=t < length)
 
 
@@ -88,7 +89,7 @@ def _remember_kernel(
 
 
 def choose_tokens(
-    logits_BHT: Tensor,
+    logits_BKTG: Tensor,
     attention: SparseAttentionWorkspace,
     rows: int,
     candidates_B: Tensor,
@@ -100,16 +101,16 @@ def choose_tokens(
 ) -> None:
     """Replace ``chosen_BKS`` (int64) and its marks (int8) where ``chooses_B`` (bool) holds.
 
-    logits_BHT and attention: as ``lowbit_attention`` of ``rows`` rows left them. Chosen are, of the first
+    logits_BKTG and attention: as ``lowbit_attention`` of ``rows`` rows left them. Chosen are, of the first
     ``candidates_B`` (int64) positions, the S with the highest mean probability of the last row, ascending, ties to the
     lower one; -1 for those from ``exact_from_B`` (int64) on and for places without a candidate.
     """
-    (batch, kv_heads, count), (heads, tokens) = chosen_BKS.shape, logits_BHT.shape[1:]
-    group, splits = heads // kv_heads, attention.splits
+    (batch, kv_heads, count), (tokens, group) = chosen_BKS.shape, logits_BKTG.shape[2:]
+    splits = attention.splits
     _keys_kernel[(triton.cdiv(tokens, KEY_TOKENS), batch * kv_heads)](
-        logits_BHT, attention.peak_BKZM, attention.total_BKZM, workspace.keys.logits, tokens, row_length(tokens),
-        (rows - 1) * group, G=group, M=attention.peak_BKZM.shape[3], Z=splits, ZP=triton.next_power_of_2(splits),
-        BLOCK=KEY_TOKENS, num_warps=4,
+        logits_BKTG, attention.peak_BKZM, attention.total_BKZM, workspace.keys.logits, tokens, row_length(tokens),
+        (rows - 1) * group, G=group, GP=triton.next_power_of_2(group), M=attention.peak_BKZM.shape[3], Z=splits,
+        ZP=triton.next_power_of_2(splits), BLOCK=KEY_TOKENS, num_warps=4,
     )  # fmt: skip
     select_top(workspace.keys, candidates_B, 1, tokens, workspace.sets_BRKS, workspace.top)
     _remember_kernel[(batch * kv_heads,)](

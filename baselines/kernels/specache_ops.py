@@ -42,7 +42,7 @@ class TritonOps:
             SparseAttentionWorkspace.allocate(ledger, batch, kv_heads, model.head_dim, context, splits)
             for _ in range(SCORE_BUFFERS)
         ]
-        logits = (batch, model.query_heads, context)
+        logits = (batch, kv_heads, context, model.group)
         self.logits = [ledger.on_device("workspace", logits, torch.float32) for _ in range(SCORE_BUFFERS)]
         self.choice_workspace = ChoiceWorkspace.allocate(ledger, batch, kv_heads, context, top)
         self.slot_workspace = SlotWorkspace.allocate(ledger, batch * kv_heads, context, top)
@@ -60,15 +60,15 @@ class TritonOps:
     def attend(self, layer: int, state: SpeCacheLayer, q_BRHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor) -> Tensor:
         cache = state.cache
         tokens = LowBitTokens(
-            cache.key_codes_BKPWD, cache.key_levels_BKNLD, cache.value_codes_BKPWD, cache.value_levels_BKLCT,
+            cache.key_codes_BKPWD, cache.key_levels_BKNLD, cache.value_codes_BKPDW, cache.value_levels_BKLCT,
             cache.ring_BKXWD, self.marked[layer], state.pairs.records_BKSXCD, state.slot_BKS, state.chosen_BKS,
             self.step.length_B,
         )  # fmt: skip
         turn = layer % SCORE_BUFFERS
         # A step of one row uses the front.
         o_BRHD = self.output[: q_BRHD.numel()].view(q_BRHD.shape)
-        workspace, logits_BHT = self.attention_workspaces[turn], self.logits[turn]
-        return lowbit_attention(q_BRHD, k_BRKD, v_BRKD, tokens, workspace, logits_BHT, o_BRHD)
+        workspace, logits_BKTG = self.attention_workspaces[turn], self.logits[turn]
+        return lowbit_attention(q_BRHD, k_BRKD, v_BRKD, tokens, workspace, logits_BKTG, o_BRHD)
 
     def commit(self, layer: int, state: SpeCacheLayer, host: HostStore, k_BKD: Tensor, v_BKD: Tensor) -> None:
         commit_lowbit(state.cache, host.records[layer], k_BKD, v_BKD, self.step.length_B, self.step.commit_B)

@@ -1,5 +1,6 @@
 """The low-bit kernels against the cache, attention and choice of the PyTorch reference."""
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -128,7 +129,7 @@ class Case:
     def tokens(self, device: str) -> LowBitTokens:
         cache, state = self.cache, self.state
         tensors = (
-            cache.key_codes_BKPWD, cache.key_levels_BKNLD, cache.value_codes_BKPWD, cache.value_levels_BKLCT,
+            cache.key_codes_BKPWD, cache.key_levels_BKNLD, cache.value_codes_BKPDW, cache.value_levels_BKLCT,
             cache.ring_BKXWD, self.marked(), self.pairs.records_BKSXCD, state.slot_BKS, state.chosen_BKS,
             self.step.length_B,
         )  # fmt: skip
@@ -146,10 +147,11 @@ class Case:
     def attend(self, device: str, workspace: SparseAttentionWorkspace) -> tuple[Tensor, Tensor]:
         """Outputs and the last row's logits, both full of NaN before."""
         q_BRHD, k_BRKD, v_BRKD = (t.to(device) for t in self.rows)
-        logits_BHT = torch.full((self.batch, q_BRHD.shape[2], self.shape.context), NAN, device=device)
+        lead = (self.batch, self.shape.kv_heads, self.shape.context, self.shape.group_heads)
+        logits_BKTG = torch.full(lead, NAN, device=device)
         o_BRHD = torch.full(q_BRHD.shape, NAN, dtype=self.shape.dtype, device=device)
-        lowbit_attention(q_BRHD, k_BRKD, v_BRKD, self.tokens(device), workspace, logits_BHT, o_BRHD)
-        return o_BRHD, logits_BHT
+        lowbit_attention(q_BRHD, k_BRKD, v_BRKD, self.tokens(device), workspace, logits_BKTG, o_BRHD)
+        return o_BRHD, logits_BKTG
 
 
 def poison(case: Case) -> None:
@@ -167,19 +169,19 @@ def test_attention_and_logits_are_those_of_the_reference(name: str, device: str)
     expected_BRHD, probability_BKT = case.reference()
     poison(case)
     workspace = case.workspace(device)
-    got_BRHD, logits_BHT = case.attend(device, workspace)
+    got_BRHD, logits_BKTG = case.attend(device, workspace)
     error = (got_BRHD.float().cpu() - expected_BRHD).norm(dim=-1) / expected_BRHD.norm(dim=-1)
     assert (error < TOLERANCE[case.shape.dtype]).all(), error.max()
     assert workspace.arrived_BK.count_nonzero() == 0
-    check_logits(case, logits_BHT.cpu(), probability_BKT)
+    check_logits(case, logits_BKTG.cpu(), probability_BKT)
     again_BRHD, _ = case.attend(device, workspace)
     assert torch.equal(again_BRHD, got_BRHD)
 
 
-def check_logits(case: Case, logits_BHT: Tensor, probability_BKT: Tensor) -> None:
+def check_logits(case: Case, logits_BKTG: Tensor, probability_BKT: Tensor) -> None:
     """Every candidate has its logit. Probabilities relative to those of the highest one need no logsumexp."""
     for b, candidates in enumerate(case.step.candidates_B.tolist()):
-        logits_HT = logits_BHT[b, :, :candidates]
+        logits_HT = logits_BKTG[b, :, :candidates].transpose(1, 2).flatten(0, 1)
         assert logits_HT.isfinite().all()
         if case.shape.group_heads == 1:
             expected_HT = probability_BKT[b, :, :candidates].log2()
@@ -195,11 +197,11 @@ def test_the_choice_is_that_of_the_reference(name: str, seed: int, device: str) 
     case = Case(shape, seed, commit)
     ops, step = ReferenceOps(shape.context), case.step
     workspace = case.workspace(device)
-    _, logits_BHT = case.attend(device, workspace)
+    _, logits_BKTG = case.attend(device, workspace)
     chosen_BKS, marked_BKT = case.state.chosen_BKS.clone().to(device), case.marked().to(device)
     choice = ChoiceWorkspace.allocate(Ledger(device), case.batch, shape.kv_heads, shape.context, shape.top)
     per_sequence = (t.to(device) for t in (step.candidates_B, step.exact_from_B, step.chooses_B))
-    choose_tokens(logits_BHT, workspace, shape.rows, *per_sequence, choice, chosen_BKS, marked_BKT)
+    choose_tokens(logits_BKTG, workspace, shape.rows, *per_sequence, choice, chosen_BKS, marked_BKT)
     case.pairs.records_BKSXCD.nan_to_num_()
     ops.begin_step(step)
     ops.attend(0, case.state, *case.rows)
@@ -239,13 +241,15 @@ def test_commits_are_those_of_the_cache(name: str, device: str) -> None:
 @pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_bit_patterns_are_the_numbers_they_should_be(dtype: torch.dtype, bits: int) -> None:
-    """Also in bf16, which the interpreter computes in fp32."""
-    number, code = NumberFormat.of(TRITON_TYPES[dtype], bits), torch.arange(2**bits)
-    pattern = ((code << number.lift) | number.one).to(torch.int16)
-    assert torch.equal(pattern.view(dtype).double(), 1 + code.double() / number.span)
+    """Also in bf16, which the interpreter computes in fp32. Every place of a byte, and nothing but powers of two."""
+    number, code = NumberFormat.of(TRITON_TYPES[dtype]), torch.arange(2**bits)
+    for place in range(0, 8, bits):
+        pattern = (code << place + number.lift).to(torch.int16)
+        assert torch.equal(pattern.view(dtype).double() * number.gain * number.back, code.double() * 2**place)
+    assert math.frexp(number.gain)[0] == math.frexp(number.back)[0] == 0.5
 
 
-@pytest.mark.parametrize(("heads", "blocks", "expected"), [(8, 512, 64), (96, 512, 5), (8, 3, 3), (4096, 9, 1)])
+@pytest.mark.parametrize(("heads", "blocks", "expected"), [(8, 512, 64), (96, 512, 10), (8, 3, 3), (4096, 9, 1)])
 def test_splits_fill_the_gpu_but_not_more(heads: int, blocks: int, expected: int) -> None:
     assert wanted_splits(heads, blocks) == expected
 
