@@ -4,6 +4,7 @@ They read committed records or run the tiny random model, and are committed with
 """
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,13 @@ def problem(path: Path) -> str | None:
     if has_outputs(notebook):
         return "holds outputs or execution counts; clear them before committing"
     # Through files and not through a port of this machine, to which anybody on it could connect.
-    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")
-    options: dict[str, Any] = {"timeout": TIMEOUT_S, "km": kernel}
-    try:
-        NotebookClient(notebook, resources={"metadata": {"path": str(ROOT)}}, **options).execute()
-    except CellExecutionError as error:
-        return str(error)
+    with tempfile.TemporaryDirectory() as sockets:
+        kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{sockets}/kernel")
+        options: dict[str, Any] = {"timeout": TIMEOUT_S, "km": kernel}
+        try:
+            NotebookClient(notebook, resources={"metadata": {"path": str(ROOT)}}, **options).execute()
+        except CellExecutionError as error:
+            return str(error)
     return None
 
 

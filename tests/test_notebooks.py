@@ -6,6 +6,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
+from experiments.harness.environment import ROOT
 from experiments.notebooks import FOLDER, has_outputs, main, problem
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -18,6 +19,7 @@ def test_the_promised_notebooks_are_there() -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path: Path) -> None:
     assert problem(path) is None
+    assert not list(ROOT.glob("kernel-ipc*")), "sockets of the kernel were left behind"
 
 
 def test_outputs_are_seen() -> None:

@@ -55,7 +55,7 @@ FEWEST_COLUMNS = 8
 NUM_WARPS = 1
 NUM_WARPS_FP32 = 8
 TILE_TOKENS = 32
-NUM_STAGES = 2
+NUM_STAGES = 1
 # Partial results that the merge holds in registers.
 MERGED_SPLITS = 4
 
