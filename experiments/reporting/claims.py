@@ -26,7 +26,8 @@ STATISTICS: dict[str, Callable[[list[float]], float]] = {
     "median": median,
 }
 _CLAIM = {"id", "claim", "where_in_paper", "command", "minutes", "not_run", "checks"}
-_NUMBER = {"experiment", "where", "column", "statistic"}
+_NUMBER = {"experiment", "where", "config", "column", "statistic"}
+_NEEDED = _NUMBER - {"config"}
 _RULES = ("within", "at_least", "at_most")
 _CHECK = {"name", "paper", "needs_gpu", "instead", "over", "minus", "unit", "samples", *_RULES, *_NUMBER}
 
@@ -138,12 +139,15 @@ def _rows(spec: dict[str, Any], records: list[Record]) -> Iterable[dict[str, Any
     return (
         row
         for record in records
-        if record.experiment == spec["experiment"]
+        if record.experiment == spec["experiment"] and _matches(record.config, spec.get("config", {}))
         for row in record.rows
-        if all(
-            row.get(key) in (wanted if isinstance(wanted, list) else [wanted]) for key, wanted in spec["where"].items()
-        )
+        if _matches(row, spec["where"])
     )
+
+
+def _matches(values: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """A list stands for any of its values."""
+    return all(values.get(key) in (one if isinstance(one, list) else [one]) for key, one in wanted.items())
 
 
 def _value(row: dict[str, Any], column: str | list[str]) -> float | None:
@@ -181,7 +185,7 @@ def _holds(check: dict[str, Any], value: float) -> bool:
 
 
 def _check_check(name: str, check: dict[str, Any]) -> None:
-    _require_keys(name, check, {"name", *_NUMBER}, _CHECK)
+    _require_keys(name, check, {"name", *_NEEDED}, _CHECK)
     if sum(rule in check for rule in _RULES) != 1 or ("within" in check and "paper" not in check):
         raise ClaimsError(f"{name}: one of {', '.join(_RULES)} is needed, and 'paper' with 'within'")
     if check["statistic"] not in STATISTICS:

@@ -76,6 +76,17 @@ def test_numbers_are_combined_by_rule(put, rows, tmp_path: Path) -> None:
     assert third.value == 16 + 4
 
 
+def test_a_check_may_take_only_records_with_some_settings(put, rows, tmp_path: Path) -> None:
+    """A row of full KV does not say what budget the others in its record had."""
+    full, dual = rows["throughput"]
+    put("throughput", "small", config={"budget": 256}, rows=[{**full, "tokens_per_s": 100.0}, dual])
+    put("throughput", "large", config={"budget": 512}, rows=[{**full, "tokens_per_s": 500.0}])
+    mean = {**CHECK, "statistic": "mean", "where": {"method": "full_kv"}}
+    checks = [mean, {**mean, "config": {"budget": 256}}, {**mean, "config": {"budget": [512, 1024]}}]
+    (verdict,) = judge([claim(*checks)], collect(tmp_path).ok)
+    assert [finding.number.value for finding in verdict.findings] == [300.0, 100.0, 500.0]
+
+
 def test_each_kind_of_hardware_is_judged_apart(put, rows, gpu_environment, tmp_path: Path) -> None:
     put("throughput", "cpu")
     on_gpu = [{**row, "device": "cuda", "tokens_per_s": 1000.0} for row in rows["throughput"]]
