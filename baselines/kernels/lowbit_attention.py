@@ -6,9 +6,10 @@ is exact: the chosen pairs, the ring of recent tokens and the step's own rows. M
 are left out elsewhere: the softmax does not care where a token lies. The last program of a head merges the partial
 results in a fixed order.
 
-What limits this kernel is the number of instructions, about 600 for 32 tokens and a warp: ``lowbit_products.py`` says
-how few a code takes, ``lowbit_tiles.py`` how they stay in the thread that loaded them. A program is one warp, and there
-are as many as find room. Sums over tokens stay apart by thread until the end; only the peak is shared in each turn.
+Instructions are few, about 600 for 32 tokens and a warp: ``lowbit_products.py`` says how few a code takes,
+``lowbit_tiles.py`` how they stay in the thread that loaded them. A program is one warp, and there are as many as find
+room: two a scheduler, for they fill the registers, so it is their latency that limits this kernel. Sums over tokens
+stay apart by thread until the end; only the peak is shared in each turn.
 
 The last row's logits, base 2, go to ``logits_BKTG`` by position; ``lowbit_top.py`` makes probabilities of them.
 Bytes of a token and KV head at D 128 in 16 bits: 64 of codes, 16 of levels, 1 of marks, and 4 G written.
