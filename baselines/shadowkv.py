@@ -6,7 +6,7 @@ from its factors, also the first time (the public batched class starts with exac
 generated tokens are exact. Generated tokens are never chunked nor dropped: the engine refuses a longer answer than
 ``generated``; who drives the method without it must count.
 The sparse buffer of a layer keeps the rotated keys and values of the last selection. Chunks selected again stay; of the
-others, values cross the link on a side stream while keys are rebuilt on the compute stream.
+others, values cross the link on one side stream while keys are rebuilt on another.
 A layer's values cannot be asked for before its selection, and no other work of the layer is left then but the rebuild:
 link and compute units would wait for each other. So a large batch is taken in parts that take turns through the layers
 (micro-batches): while the values of one cross the link, another computes. Every part reads the weights once more.

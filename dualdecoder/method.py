@@ -166,6 +166,7 @@ class KVMethod(ABC):
         Until that call, which comes before the micro-batch's next layer, the other micro-batches have their turn. This
         one starts nothing ahead; a method with several micro-batches has its own.
         """
+        assert len(self.micro_batches) == 1, "attend takes all sequences"
         return partial(self.attend, layer, q_BRHD, k_BRKD, v_BRKD)
 
     @abstractmethod

@@ -21,6 +21,7 @@ def decode_step(model: Decoder, method: KVMethod, tokens_BR: Tensor, lengths_B: 
     ``commit_B`` (bool): row 0 of these sequences is added to the context; all other rows leave no trace.
     """
     positions_BR = lengths_B[:, None] + torch.arange(tokens_BR.shape[1], device=tokens_BR.device)
+    assert len(method.micro_batches) == 1 or not method.foresees, "a guess is for all sequences"
     method.begin_step(tokens_BR.shape[1], commit_B)
     turns = [
         _layers(model, method, number, tokens_BR[sequences], positions_BR[sequences])
@@ -45,6 +46,7 @@ def _layers(
         if method.foresees and layer + 1 < model.config.layers:
             method.foresee(layer + 1, model.query(layer + 1, x_BRE, rotation, normed_by=layer))
         attention = method.begin_attention(micro_batch, layer, p.q_BRHD, p.k_BRKD, p.v_BRKD)
+        # Nobody looks at it: only what comes last counts.
         yield x_BRE
         x_BRE = model.finish_layer(layer, x_BRE, attention())
     yield x_BRE

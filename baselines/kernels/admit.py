@@ -3,8 +3,8 @@
 One program a sequence and KV head; nothing but its tables and its part of the list goes through device memory. It
 compares all predicted with all resident blocks in registers, then sorts a key of every new block and one of every slot
 that may be taken: the r-th new block takes the r-th slot. A key is unique: the score or the clock above, the block
-number or the slot in the lower 32 bits. At 128 slots these are 1650 instructions a warp without a loop; three round
-trips to memory remain: tables, scores, the place in the list.
+number or the slot in the lower 32 bits. There is no loop, and three round trips to memory remain: tables, scores, the
+place in the list.
 Suffixes: B sequences, K KV heads, S resident or predicted blocks padded to a power of two.
 """
 
@@ -113,6 +113,7 @@ def admit_blocks(prediction: Prediction, resident: Resident, counts_F: Tensor, f
     batch, kv_heads, slots = resident.used_BKS.shape
     number_BKS, scores_BKN = prediction.number_BKS, prediction.scores_BKN
     assert number_BKS.shape == resident.used_BKS.shape
+    assert resident.used_BKS.is_contiguous() and resident.buffer.held_BKS.is_contiguous()
     require(slots <= MAX_SLOTS, "slots", slots, f"at most {MAX_SLOTS}")
     ok = number_BKS.stride(2) == scores_BKN.stride(2) == 1 and scores_BKN.stride(0) == kv_heads * scores_BKN.stride(1)
     require(ok, "strides", (number_BKS.stride(), scores_BKN.stride()), "dense rows, one score row after the other")

@@ -6,10 +6,9 @@ is exact: the chosen pairs, the ring of recent tokens and the step's own rows. M
 are left out elsewhere: the softmax does not care where a token lies. The last program of a head merges the partial
 results in a fixed order.
 
-Instructions are few, about 600 for 32 tokens and a warp: ``lowbit_products.py`` says how few a code takes,
-``lowbit_tiles.py`` how they stay in the thread that loaded them. A program is one warp, and there are as many as find
-room: two a scheduler, for they fill the registers, so it is their latency that limits this kernel. Sums over tokens
-stay apart by thread until the end; only the peak is shared in each turn.
+Instructions are few: ``lowbit_products.py`` says how few a code takes, ``lowbit_tiles.py`` how they stay in the thread
+that loaded them. A program is one warp that fills its registers, so only two find room beside each other on a
+scheduler. Sums over tokens stay apart by thread until the end; only the peak is shared in each turn.
 
 The last row's logits, base 2, go to ``logits_BKTG`` by position; ``lowbit_top.py`` makes probabilities of them.
 Bytes of a token and KV head at D 128 in 16 bits: 64 of codes, 16 of levels, 1 of marks, and 4 G written.
@@ -46,7 +45,8 @@ from dualdecoder.errors import require
 from dualdecoder.kernels.online_softmax import LOG2_E, PADDED_ROWS, TRITON_TYPES, factor_type, finish_split
 from dualdecoder.kernels.sparse_attention import SparseAttentionWorkspace
 
-# Eight programs for each of an H200's 132 multiprocessors, all at once: the registers of a thread are full.
+# Eight programs for each of an H200's 132 multiprocessors, all at once: the registers of a thread are full. A single
+# sequence has fewer, because its merge is done by one warp.
 WANTED_PROGRAMS = 8 * 132
 MAX_SPLITS = 64
 # What tl.dot takes at least: channels or tokens that are summed, and query rows.
@@ -122,11 +122,16 @@ def _words(key_words_ptr, value_words_ptr, block, part, T: tl.constexpr, W: tl.c
 
 
 @triton.jit
+def _row(x_NM, n):
+    return tl.sum(tl.where(tl.arange(0, x_NM.shape[0])[:, None] == n, x_NM, 0.0), axis=0)
+
+
+@triton.jit
 def _low_tokens(
     wide_q_XI, key_words_ptr, key_levels_ptr, value_words_ptr, value_levels_ptr, marked_ptr, logits_ptr, low, begin,
     end, tokens, scale, G: tl.constexpr, R: tl.constexpr, M: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, LIFT: tl.constexpr, GAIN: tl.constexpr, BACK: tl.constexpr,
-    FACTOR: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, LIFT: tl.constexpr, KEY_GAIN: tl.constexpr,
+    VALUE_GAIN: tl.constexpr, KEY_BACK: tl.constexpr, VALUE_BACK: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Peak, total and both halves of the output for the tokens before ``low`` of parts ``begin`` to ``end`` of blocks.
 
@@ -136,12 +141,12 @@ def _low_tokens(
     peak_M, total_AM = tl.full((M,), float("-inf"), tl.float32), tl.zeros((8, M), tl.float32)
     lo_EM, lo_rest_AM = tl.zeros((E, M), tl.float32), tl.zeros((8, M), tl.float32)
     hi_EM, hi_rest_AM = tl.zeros((E, M), tl.float32), tl.zeros((8, M), tl.float32)
-    n_16 = tl.arange(0, 16)[:, None]
     for tile in range(begin, end):
         block, part = tile // (W // T), tile % (W // T)
         group, first = block * (2 * PLACES), block * (2 * PLACES * W) + part * T
         key_XV, lo_EV, hi_EV = _words(key_words_ptr, value_words_ptr, block, part, T, W, D, E, LIFT)
-        zero_NM = zero_scores(wide_q_XI, key_levels_ptr + D, group, low, 2 * PLACES, W, D, M, FACTOR) * (scale / GAIN)
+        zero_NM = zero_scores(wide_q_XI, key_levels_ptr + D, group, low, 2 * PLACES, W, D, M, FACTOR)
+        zero_NM = zero_NM * (scale / KEY_GAIN)
         scale_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked = _levels(
             key_levels_ptr, value_levels_ptr, marked_ptr, group, first, low, tokens, T, W, D, E, M
         )
@@ -155,28 +160,27 @@ def _low_tokens(
                     key_levels_ptr, value_levels_ptr, marked_ptr, group + 1, first + W, ahead, tokens, T, W, D, E, M
                 )
                 exists = (marked == 0) & (run_tokens(first, T, T // 8) < low)
-                zero_M = tl.sum(tl.where(n_16 == byte * PLACES + place, zero_NM, 0.0), axis=0)
-                score_TM = low_scores(wide_q_XI, scale_XI, key_XV, mask, T, D, M, FACTOR)
-                score_TM = score_TM * (scale * BACK * step) + zero_M[None, :]
+                score_TM = low_scores(wide_q_XI, scale_XI, key_XV, mask, T, D, M, FACTOR) * (scale * KEY_BACK * step)
+                score_TM += _row(zero_NM, byte * PLACES + place)[None, :]
                 exists_TH1 = of_rows(exists, T, M)
                 keep(score_TM, logits_ptr, row_tokens(first, T), exists_TH1, T, G, R, M)
                 score_TM = tl.where(by_column(exists_TH1, T, M), score_TM, float("-inf"))
                 weight_TM, shrink_M, peak_M = weigh(score_TM, peak_M)
                 total_AM = total_AM * shrink_M[None, :] + sum_by_thread(weight_TM, T, M)
                 lo_EM, lo_rest_AM = add_low_values(
-                    lo_EM, lo_rest_AM, weight_TM, shrink_M, lo_EV, lo_scale, lo_zero, exists, mask, GAIN * step, T, E,
-                    M, FACTOR,
+                    lo_EM, lo_rest_AM, weight_TM, shrink_M, lo_EV, lo_scale, lo_zero, exists, mask, VALUE_GAIN * step,
+                    T, E, M, FACTOR,
                 )  # fmt: skip
                 if D > E:
                     hi_EM, hi_rest_AM = add_low_values(
-                        hi_EM, hi_rest_AM, weight_TM, shrink_M, hi_EV, hi_scale, hi_zero, exists, mask, GAIN * step, T,
-                        E, M, FACTOR,
+                        hi_EM, hi_rest_AM, weight_TM, shrink_M, hi_EV, hi_scale, hi_zero, exists, mask,
+                        VALUE_GAIN * step, T, E, M, FACTOR,
                     )  # fmt: skip
                 mask, step, group, first = mask << BITS, step * (1 / (1 << BITS)), group + 1, first + W
                 scale_XI, lo_scale, lo_zero, hi_scale, hi_zero, marked = following
             key_XV, lo_EV, hi_EV = turned(key_XV, 8), turned(lo_EV, 8), turned(hi_EV, 8)
-    lo_EM = lo_EM * BACK + tl.sum(lo_rest_AM, axis=0)[None, :]
-    hi_EM = hi_EM * BACK + tl.sum(hi_rest_AM, axis=0)[None, :]
+    lo_EM = lo_EM * VALUE_BACK + tl.sum(lo_rest_AM, axis=0)[None, :]
+    hi_EM = hi_EM * VALUE_BACK + tl.sum(hi_rest_AM, axis=0)[None, :]
     return peak_M, tl.sum(total_AM, axis=0), lo_EM, hi_EM
 
 
@@ -187,7 +191,8 @@ def _lowbit_attention_kernel(
     scale, blocks, room, q_stride_b, q_stride_r, q_stride_h, k_stride_b, k_stride_r, k_stride_k, v_stride_b, v_stride_r,
     v_stride_k, K: tl.constexpr, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, Z: tl.constexpr, ZZ: tl.constexpr, M: tl.constexpr, STORED: tl.constexpr,
-    BITS: tl.constexpr, LIFT: tl.constexpr, GAIN: tl.constexpr, BACK: tl.constexpr, FACTOR: tl.constexpr,
+    BITS: tl.constexpr, LIFT: tl.constexpr, KEY_GAIN: tl.constexpr, VALUE_GAIN: tl.constexpr, KEY_BACK: tl.constexpr,
+    VALUE_BACK: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     PACK: tl.constexpr = 16 // BITS
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -205,10 +210,11 @@ def _lowbit_attention_kernel(
         used = tl.cdiv(low, PACK * W) * (W // T)
         q_XI = load_queries(q_ptr, q_stride_r, q_stride_h, G, R, M, D).to(FACTOR)
         peak_M, total_M, lo_EM, hi_EM = _low_tokens(
-            (q_XI * GAIN).to(FACTOR), key_words_ptr + head * blocks * (W * D // 2),
+            (q_XI * KEY_GAIN).to(FACTOR), key_words_ptr + head * blocks * (W * D // 2),
             key_levels_ptr + head * blocks * (PACK * 2 * D), value_words_ptr + head * blocks * (W * D // 2),
             value_levels_ptr + head * tokens * (2 * (D // E)), marked_ptr, logits_ptr, low, split * used // (Z - 1),
-            (split + 1) * used // (Z - 1), tokens, scale, G, R, M, W, T, D, E, BITS, LIFT, GAIN, BACK, FACTOR,
+            (split + 1) * used // (Z - 1), tokens, scale, G, R, M, W, T, D, E, BITS, LIFT, KEY_GAIN, VALUE_GAIN,
+            KEY_BACK, VALUE_BACK, FACTOR,
         )  # fmt: skip
     else:
         q_M = row_M * q_stride_r + group_M * q_stride_h
@@ -263,7 +269,8 @@ def lowbit_attention(
         T=min(tokens.ring_BKXWD.shape[3], TILE_TOKENS),
         D=head_dim, E=head_dim // tokens.value_levels_BKLCT.shape[3], Z=workspace.splits,
         ZZ=min(triton.next_power_of_2(workspace.splits), MERGED_SPLITS), M=columns, STORED=PADDED_ROWS,
-        BITS=tokens.bits, LIFT=number.lift, GAIN=number.gain, BACK=number.back, FACTOR=factor,
+        BITS=tokens.bits, LIFT=number.lift, KEY_GAIN=number.key_gain, VALUE_GAIN=number.value_gain,
+        KEY_BACK=number.key_back, VALUE_BACK=number.value_back, FACTOR=factor,
         num_warps=NUM_WARPS_FP32 if q_BRHD.dtype == torch.float32 else NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return o_BRHD
@@ -293,4 +300,7 @@ def _check(
     require(logits_BKTG.dtype == torch.float32, "logits.dtype", logits_BKTG.dtype, "float32")
     last_dense = all(t.stride(-1) == 1 for t in (q_BRHD, k_BRKD, v_BRKD))
     dense = all(t.is_contiguous() for t in (*tokens, logits_BKTG, o_BRHD))
+    (batch, kv_heads), room = tokens.marked_BKT.shape[:2], tokens.value_levels_BKLCT.shape[-1]
+    assert tokens.marked_BKT.shape[2] == room, "a mark for every token that there is room for"
+    assert workspace.arrived_BK.shape == logits_BKTG.shape[:2] == (batch, kv_heads), "a workspace of this batch"
     require(last_dense and dense, "strides", "strided", "contiguous tensors; q, k, v in the last dimension")

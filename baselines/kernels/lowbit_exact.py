@@ -58,7 +58,10 @@ def exact_tokens(
     row_M, length, room, scale, G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, M: tl.constexpr, W: tl.constexpr,
     T: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """The same of the chosen pairs, the rest of the ring, and the step's own rows. Pointers are those of the head."""
+    """Peak, total and both halves of the output for the chosen pairs, the rest of the ring, and the step's own rows.
+
+    Pointers are those of the head.
+    """
     t, all_1M = tl.arange(0, T), (row_M >= 0)[None, :]
     peak_M, total_TM = tl.full((M,), float("-inf"), tl.float32), tl.zeros((T, M), tl.float32)
     lo_EM, hi_EM = tl.zeros((E, M), tl.float32), tl.zeros((E, M), tl.float32)

@@ -3,7 +3,7 @@
 In 16 bits a code is used where it lies. The words are turned so that a byte of codes is at the low end of the fraction,
 its top bit the lowest of the exponent: with all but one code masked off, that is the float ``code 2^place`` times a
 constant, mostly a subnormal one, which matrix units multiply exactly. One logical operation makes two numbers. As they
-are tiny, the other factor takes a ``gain``. In 32 bits a code is converted.
+are tiny, the other factor takes a gain where it needs one. In 32 bits a code is converted.
 A number is ``zero + scale code``. Keys of a group share both per channel: ``q scale`` goes into the product, and
 ``sum(q zero)``, one product for the groups of a block, is added for all its tokens. Values have them per token: the
 same with the weights.
@@ -32,23 +32,27 @@ from baselines.kernels.lowbit_tiles import (
 class NumberFormat(NamedTuple):
     """How a byte of codes becomes floats.
 
-    lift: bit where the byte begins. gain: what the other factor is multiplied with. back: what a product of codes in
-    place 0 must be multiplied with.
+    lift: bit where the byte begins. key_gain, value_gain: what the other factor is multiplied with. key_back,
+    value_back: what a product of codes in place 0 must be multiplied with.
     """
 
     lift: int
-    gain: float
-    back: float
+    key_gain: float
+    value_gain: float
+    key_back: float
+    value_back: float
 
     @classmethod
     def of(cls, factor: tl.dtype) -> NumberFormat:
         """For a type of 16 bits; in fp32 the code is the number."""
         if factor == tl.float32:
-            return cls(0, 1.0, 1.0)
-        # The gain leaves room above for large factors, and below for small weights.
-        fraction, smallest, gain = {"bf16": (7, -133, 100), "fp16": (10, -24, 4)}[str(factor)]
+            return cls(0, 1.0, 1.0, 1.0, 1.0)
+        # bf16 has no room below for products with its smallest numbers; fp16 has little above for large keys, and below
+        # for small weights.
+        fraction, smallest, *gains = {"bf16": (7, -133, 100, 100), "fp16": (10, -24, 0, 4)}[str(factor)]
         lift = fraction - 7
-        return cls(lift, 2.0**gain, 2.0 ** (-smallest - lift - gain))
+        backs = (2.0 ** (-smallest - lift - gain) for gain in gains)
+        return cls(lift, *(2.0**gain for gain in gains), *backs)
 
 
 @triton.jit

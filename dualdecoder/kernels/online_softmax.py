@@ -1,6 +1,7 @@
 """The online softmax that all split-KV attention kernels share: one tile's step, and the end of a split.
 
-Suffixes: M query rows of a KV head (padded to 16), T tokens of a tile, D head size, Z splits.
+Suffixes: K KV heads, G query heads of one, R rows, M = R G query rows of a KV head, padded (stored in STORED rows,
+merged in MM), T tokens of a tile, D head size, Z splits, ZZ of them merged at once.
 """
 
 from __future__ import annotations

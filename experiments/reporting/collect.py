@@ -54,7 +54,9 @@ class Collection:
 
 
 def _rows(record: Record, table: str) -> list[dict[str, Any]]:
-    return [row for row in record.rows if table_of(record.experiment, row) == table]
+    """Rows of a table; of RULER with the point's budget, which the row of a method that has none does not say."""
+    point = {"point_budget": record.config.get("budget")} if record.experiment == "ruler" else {}
+    return [{**point, **row} for row in record.rows if table_of(record.experiment, row) == table]
 
 
 def result_folders(results: Path) -> list[Path]:

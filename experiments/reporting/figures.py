@@ -244,6 +244,6 @@ DRAWINGS: dict[str, Drawing] = {
     "residency": Drawing(_residency, 3, ("model", "dtype", "cap_bytes", "batch")),
     "prediction": Drawing(_prediction, 3, ("model", "prompt", "context", "budget")),
     "prediction_cache": Drawing(_caches, 2, ("model", "prompt", "context", "budget")),
-    "ruler": Drawing(_ruler, 1, ("model", "length")),
+    "ruler": Drawing(_ruler, 1, ("model", "length", "point_budget")),
     "fidelity": Drawing(_fidelity, 3, ("model", "context")),
 }

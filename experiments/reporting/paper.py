@@ -151,7 +151,7 @@ def _latency(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _quality(rows: pd.DataFrame) -> pd.DataFrame:
     scored = rows.dropna(subset=["score"])
-    return scored[["model", "task", "length", "method", "budget", "samples", "score"]]
+    return scored[["model", "task", "length", "point_budget", "method", "budget", "samples", "score"]]
 
 
 def _schedules(rows: pd.DataFrame) -> pd.DataFrame:
@@ -196,7 +196,7 @@ OUTPUTS = (
     ),
     Output(
         *("table4", "Table 4: RULER", ("ruler",), "python -m experiments.ruler -m task=vt,cwe", _quality),
-        Chart("bars", "task", "score", "method", "task", "score, %", ("model", "length")),
+        Chart("bars", "task", "score", "method", "task", "score, %", ("model", "length", "point_budget")),
     ),
     Output(
         *("ablation_schedule", "Ablation: the schedule of transfers", ("step_time",)),

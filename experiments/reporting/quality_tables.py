@@ -17,7 +17,9 @@ def ruler_numbers(rows: pd.DataFrame) -> pd.DataFrame:
         ci95_low=[low for low, _ in ends], ci95_high=[high for _, high in ends], interval=kinds
     )
     numeric = ["score", "ci95_low", "ci95_high"]
-    return arranged(rows.astype(dict.fromkeys(numeric, float)), ["model", "length", "task", "method", "budget"])
+    return arranged(
+        rows.astype(dict.fromkeys(numeric, float)), ["model", "length", "point_budget", "task", "method", "budget"]
+    )
 
 
 def ruler_texts(table: pd.DataFrame) -> pd.DataFrame:

@@ -202,7 +202,7 @@ TABLES: dict[str, Table] = {
     "residency": Table(_residency, _residency_texts, ("model", "dtype", "cap_bytes")),
     "prediction": Table(_prediction, _prediction_texts, ("model",)),
     "prediction_cache": Table(_caches, _cache_texts, ("model",), unit=", % of the selection"),
-    "ruler": Table(ruler_numbers, ruler_texts, ("model", "length"), unit=RULER_UNIT),
+    "ruler": Table(ruler_numbers, ruler_texts, ("model", "length", "point_budget"), unit=RULER_UNIT),
     "fidelity": Table(fidelity_numbers, fidelity_texts, ("model", "context")),
     "lm_eval": Table(harness_numbers, harness_texts, ("model",)),
     "step_time": Table(step_numbers, step_texts, ("model", "context", "selection", "host_kv")),

@@ -1,5 +1,7 @@
 """The factorisation against a full singular value decomposition, and rotation against the model's own."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from dualdecoder.config import ModelConfig, RopeConfig
 from dualdecoder.ledger import Ledger
 from dualdecoder.model import random_decoder
 from dualdecoder.rope import rotate
+from dualdecoder.shapes import SHAPES
 
 
 def truncated(keys: np.ndarray, rank: int) -> np.ndarray:
@@ -46,6 +49,15 @@ def test_fewer_tokens_than_columns_and_keys_of_zeros() -> None:
     torch.testing.assert_close(left @ right, keys.double())
     left, right = factorise(torch.zeros(50, 8), 4)
     assert torch.equal(left @ right, torch.zeros(50, 8, dtype=left.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", ["llama-3.1-8b", "qwen2.5-14b"])
+def test_the_table_holds_the_models_cosines_and_sines_to_the_last_bit(shape: str, dtype: torch.dtype) -> None:
+    model = replace(SHAPES[shape], layers=1, vocabulary=8)
+    expected = random_decoder(model, dtype).rotation(torch.arange(131072)[None])
+    table_TZP = Rotation.of(model, 131072, dtype, Ledger("cpu")).table_TZP
+    assert torch.equal(table_TZP, torch.stack([part[0] for part in expected], dim=1))
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])

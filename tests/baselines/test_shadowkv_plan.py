@@ -52,6 +52,17 @@ def test_rank_is_capped_and_outliers_are_never_none() -> None:
     assert ShadowKVConfig().attended_tokens == 2048 + 48 * 8 + 32 == 2464
 
 
+@pytest.mark.parametrize(
+    ("device_type", "batch", "parts", "expected"),
+    [("cuda", 7, 0, [7]), ("cuda", 9, 0, [4, 5]), ("cpu", 9, 0, [9]), ("cuda", 9, 1, [9]), ("cuda", 3, 99, [1, 1, 1])],
+)
+def test_a_large_batch_on_a_gpu_takes_turns(device_type: str, batch: int, parts: int, expected: list[int]) -> None:
+    config = ShadowKVConfig(budget=64, parts=parts)
+    sizes = {"batch": batch, "context": 900, "dtype": torch.float32}
+    method = ShadowKV(SHAPE, config, **sizes, device="meta", planned_for=device_type)
+    assert [len(range(batch)[part]) for part in method.micro_batches] == expected
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_synthetic_state_with_a_replayed_selection(parts: int) -> None:
     shape, config = SHAPES["tiny"], ShadowKVConfig(budget=64, host_sequences=1, parts=parts, generated=64)

@@ -12,7 +12,14 @@ from dualdecoder.kernels.slots import FetchList
 from dualdecoder.ledger import Ledger
 
 # batch, KV heads, slots, blocks, cap
-CASES = [(3, 2, 5, 9, 2), (2, 1, 1, 3, 1), (2, 3, 33, 90, 7), (1, 2, 153, 400, 8), (1, 1, 153, 250, 153)]
+CASES = [
+    (3, 2, 5, 9, 2),
+    (2, 1, 1, 3, 1),
+    (2, 3, 33, 90, 7),
+    (1, 2, 153, 400, 8),
+    (1, 1, 153, 250, 153),
+    (1, 1, 512, 900, 60),
+]
 
 
 def some_of(blocks: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -58,6 +58,7 @@ SHAPES = {
     "two groups of channels, one bit": Shape(head_dim=64, group=32, bits=1, lengths=(290, 31), group_heads=1),
     "more splits than blocks": Shape(lengths=(70, 40), kv_heads=1, splits=9, top=1),
     "many exact tokens": Shape(top=40, lengths=(200, 30), group_heads=8, kv_heads=1),
+    "blocks of several parts": Shape(head_dim=128, group=64, lengths=(1300, 583), kv_heads=1, top=30),
     "half": Shape(dtype=torch.float16, head_dim=64, group=64, lengths=(400, 130), group_heads=4, top=20),
     "bfloat": Shape(dtype=torch.bfloat16, head_dim=128, group=64, lengths=(330, 65), group_heads=7, kv_heads=1),
     "bfloat, one bit": Shape(dtype=torch.bfloat16, head_dim=64, group=64, bits=1, lengths=(700,), kv_heads=1),
@@ -245,8 +246,20 @@ def test_bit_patterns_are_the_numbers_they_should_be(dtype: torch.dtype, bits: i
     number, code = NumberFormat.of(TRITON_TYPES[dtype]), torch.arange(2**bits)
     for place in range(0, 8, bits):
         pattern = (code << place + number.lift).to(torch.int16)
-        assert torch.equal(pattern.view(dtype).double() * number.gain * number.back, code.double() * 2**place)
-    assert math.frexp(number.gain)[0] == math.frexp(number.back)[0] == 0.5
+        for gain, back in ((number.key_gain, number.key_back), (number.value_gain, number.value_back)):
+            assert torch.equal(pattern.view(dtype).double() * gain * back, code.double() * 2**place)
+    assert all(math.frexp(factor)[0] == 0.5 for factor in number[1:])
+
+
+def test_a_large_channel_of_keys_overflows_no_half(device: str) -> None:
+    """A query's number times a key's scale of 4,740: far below the largest number of fp16, far above what is usual."""
+    case = Case(SHAPES["half"])
+    case.cache.key_levels_BKNLD[..., 0, 5] = 118.5
+    case.rows[0][..., 5] = 40.0
+    expected_BRHD, _ = case.reference()
+    got_BRHD, _ = case.attend(device, case.workspace(device))
+    error = (got_BRHD.float().cpu() - expected_BRHD).norm(dim=-1) / expected_BRHD.norm(dim=-1)
+    assert (error < TOLERANCE[torch.float16]).all(), error.max()
 
 
 @pytest.mark.parametrize(("heads", "blocks", "expected"), [(8, 512, 64), (96, 512, 10), (8, 3, 3), (4096, 9, 1)])

@@ -88,8 +88,8 @@ def test_full_size(programs: int) -> None:
 
 
 @pytest.mark.gpu
-def test_angles_of_a_million_tokens() -> None:
-    """Positions where an angle is far outside what a fast sine takes."""
+def test_a_million_tokens() -> None:
+    """Rows of the factors and of the table that are far away."""
     check(factors(1, 1, 64, 131072, 8, 32, torch.float32), 64, 64, "cuda", programs=8)
 
 
