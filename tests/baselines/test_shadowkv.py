@@ -1,5 +1,6 @@
 """ShadowKV against a dense re-computation from the paper's description; generated tokens, reuse and parts."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -238,6 +239,27 @@ def test_parts_change_only_rounding(tiny: Engine, prompts: list[list[int]], part
     assert len(run.method.parts) == min(parts, 5)
     assert got.tokens == whole.tokens
     assert max((a - b).abs().max() for a, b in zip(got.logits, whole.logits, strict=True)) < 1e-4
+
+
+def test_parts_take_turns(tiny: Engine, prompts: list[list[int]]) -> None:
+    """Each part's transfers are under way while every other part computes, in all layers."""
+    run = tiny.with_method("shadowkv", **OPTIONS, parts=2).start(prompts, 2)
+    method, seen = run.method, []
+    begin_attention = method.begin_attention
+
+    def recording(part: int, layer: int, *tensors: torch.Tensor) -> Callable[[], torch.Tensor]:
+        attend = begin_attention(part, layer, *tensors)
+        seen.append(("begins", part, layer))
+        return lambda: seen.append(("attends", part, layer)) or attend()
+
+    method.begin_attention = recording
+    list(run.steps)
+    layers = method.model.layers
+    expected = [("begins", part, 0) for part in (0, 1)]
+    for layer in range(1, layers):
+        for part in (0, 1):
+            expected += [("attends", part, layer - 1), ("begins", part, layer)]
+    assert seen == [*expected, *(("attends", part, layers - 1) for part in (0, 1))]
 
 
 def test_unwritten_memory_is_never_read(tiny: Engine, prompts: list[list[int]]) -> None:

@@ -290,6 +290,18 @@ def test_ruler_has_tasks_and_methods_in_order_and_the_mean_of_what_all_have(put,
     ]
 
 
+def test_ruler_has_a_table_for_each_budget_of_its_points(put, rows, tmp_path: Path) -> None:
+    """The rows of full KV do not say which of the two points they come from."""
+    for budget, score in ((256, 60.0), (512, 70.0)):
+        full, dual = rows["ruler"]
+        changed = [{**full, "score": score}, {**dual, "score": score, "budget": budget}]
+        put("ruler", f"at-{budget}", config={"model": "tiny", "budget": budget}, rows=changed)
+    build_report(tmp_path)
+    assert re.findall(r"## ruler: .* budget (\d+),", text(tmp_path, "ruler")) == ["256", "512"]
+    assert [[cell.split()[0] for cell in line[2:]] for line in lines(tmp_path, "ruler")] == [["60.0"] * 2, ["70.0"] * 2]
+    assert len(axes(tmp_path, "ruler")) == 2
+
+
 def test_ruler_has_a_table_a_length_and_marks_bootstraps_and_missing_data(put, rows, tmp_path: Path) -> None:
     nothing = {"task": "qa_1", "score": None, "scores": None, "ci95": None, "interval": None, "samples": 0}
     put(
