@@ -42,8 +42,7 @@ from dualdecoder.ops import Counting, History, LayerState, Ops, ReferenceFetch, 
 from dualdecoder.telemetry import Telemetry, share
 from dualdecoder.transfer import SideStream
 
-# From this batch on in two parts, each of which reads the weights. Tried on an H200 without a committed record: a little
-# faster than one part at this batch, slower at half of it.
+# By a trial on an H200 of which no record is kept: two parts a little faster at this batch, slower at half of it.
 SEQUENCES_OF_TWO_PARTS = 8
 COUNTS = ("selected", "hit", "urgent", "reused", "comparable")
 # (a layer's factors, misses, buffer): rebuild the keys of the misses into their slots.
