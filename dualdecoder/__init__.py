@@ -15,6 +15,7 @@ _PUBLIC = {
     "plan_memory": "dualdecoder.planning",
     "load_model": "dualdecoder.checkpoints",
     "load_tokenizer": "dualdecoder.checkpoints",
+    "weights_id": "dualdecoder.checkpoints",
     "SamplingConfig": "dualdecoder.config",
     "DualDecoderConfig": "dualdecoder.config",
     "KVMethod": "dualdecoder.method",

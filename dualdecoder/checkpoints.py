@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -21,7 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dualdecoder.cache import cache_folder
 from dualdecoder.config import ModelConfig
+from dualdecoder.digests import content_digest
 from dualdecoder.errors import CheckpointError, ConfigError
 from dualdecoder.model import Decoder, LayerWeights, random_decoder
 from dualdecoder.planning import check_weights
@@ -30,6 +31,19 @@ from dualdecoder.shapes import SHAPES
 EMBEDDED = "smollm2"
 RANDOM_PREFIX = "random:"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_COMMIT = re.compile("[0-9a-f]{40}")
+# What decides a model's answers beside its weights.
+_TEXT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.*",
+)
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.jinja", "*.txt"]
 
 
@@ -71,13 +85,45 @@ def named_shape(name: str) -> ModelConfig:
     return SHAPES[name]
 
 
+def weights_id(source: str) -> str:
+    """What identifies the answers of ``source``, wherever it lies and however it is called.
+
+    ``sha256:`` and 16 hex digits over weights, config and tokenizer of a folder, a GGUF file or the embedded model;
+    ``commit:`` and the hub's commit for a hub id, which is downloaded if it is not there; ``random:SHAPE`` itself.
+    Raises ``CheckpointError`` or ``ConfigError`` as ``load_model`` does.
+    """
+    if source.startswith(RANDOM_PREFIX):
+        return RANDOM_PREFIX + named_shape(source.removeprefix(RANDOM_PREFIX)).name
+    path = _located(source)
+    if path.is_file():
+        return content_digest({"model.gguf": path})
+    if not Path(source).expanduser().is_dir() and _COMMIT.fullmatch(path.name):
+        return f"commit:{path.name}"
+    return content_digest(_deciding_files(path))
+
+
+def _deciding_files(folder: Path) -> dict[str, Path]:
+    # Whatever else lies in the folder (a log, an optimizer, other weights) changes no answer.
+    small = {path.name for pattern in _TEXT_FILES for path in folder.glob(pattern)}
+    weights = set(_Tensors(folder).file_of.values())
+    return {name: folder / name for name in small | weights}
+
+
 def resolve(source: str) -> Path:
     """Local folder with config, safetensors and tokenizer for ``source``; converts or downloads when needed."""
+    path = _located(source)
+    return path if path.is_dir() else _converted(path)
+
+
+def _located(source: str) -> Path:
+    """The folder or the GGUF file that ``source`` means; downloads when needed."""
     path = _embedded_gguf() if source == EMBEDDED else Path(source).expanduser()
     if path.is_dir():
         return path
     if path.suffix == ".gguf":
-        return _converted(path)
+        if not path.is_file():
+            raise CheckpointError(f"model={source!r}: there is no such file")
+        return path
     if _HUB_ID.fullmatch(source):
         return _downloaded(source)
     raise CheckpointError(
@@ -95,15 +141,7 @@ def _embedded_gguf() -> Path:
     return files[0]
 
 
-def cache_folder() -> Path:
-    """Where converted checkpoints are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("DUALDECODER_CACHE") or Path(base) / "dualdecoder")
-
-
 def _converted(gguf: Path) -> Path:
-    if not gguf.is_file():
-        raise CheckpointError(f"model={str(gguf)!r}: there is no such file")
     stat = gguf.stat()
     key = hashlib.sha256(f"{gguf.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
     folder = cache_folder() / f"{gguf.stem}-{key}"
