@@ -23,6 +23,7 @@ _PUBLIC = {
     "ConfigError": "dualdecoder.errors",
     "CheckpointError": "dualdecoder.errors",
     "CapacityError": "dualdecoder.errors",
+    "ContextError": "dualdecoder.errors",
 }
 __all__ = list(_PUBLIC)
 

@@ -59,8 +59,7 @@ def load_model(source: str, dtype: torch.dtype = torch.float32, device: str = "c
         shape = named_shape(source.removeprefix(RANDOM_PREFIX))
         check_weights(shape, dtype, torch.device(device))
         return random_decoder(shape, dtype, device)
-    folder = resolve(source)
-    config = ModelConfig.from_transformers(_read_config(folder), name=source)
+    folder, config = resolve(source), shape_of(source)
     check_weights(config, dtype, torch.device(device))
     return _read_decoder(config, _Tensors(folder), dtype, device)
 
@@ -76,6 +75,16 @@ def load_tokenizer(source: str) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"model={source!r}: no readable tokenizer in {folder.name}: {error}") from error
+
+
+def shape_of(source: str) -> ModelConfig:
+    """The shape of ``source`` as ``load_model`` reads it, from the config alone: no weights are read.
+
+    Raises ``CheckpointError`` or ``ConfigError`` as ``load_model`` does.
+    """
+    if source.startswith(RANDOM_PREFIX):
+        return named_shape(source.removeprefix(RANDOM_PREFIX))
+    return ModelConfig.from_transformers(_read_config(resolve(source)), name=source)
 
 
 def named_shape(name: str) -> ModelConfig:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dualdecoder.errors import CapacityError, require
+from dualdecoder.errors import ContextError, require
 from dualdecoder.graphs import StepRunner
 from dualdecoder.method import method_class, method_config
 from dualdecoder.model import Decoder
@@ -24,7 +24,7 @@ class DraftSpeculator:
     """Follows the true text with a model of its own, one token a step, and guesses the token after it.
 
     Takes memory for full KV of ``context`` tokens a sequence, and prefills the prompts. Raises ``ConfigError`` for a
-    draft whose vocabulary has another size, ``CapacityError`` for a context that it cannot hold. Whether the token ids
+    draft whose vocabulary has another size, ``ContextError`` for a context that it cannot hold. Whether the token ids
     mean the same to both models cannot be seen from their sizes.
     """
 
@@ -55,4 +55,4 @@ def _check(draft: Decoder, vocabulary: int, context: int) -> None:
     name, size, most = draft.config.name, draft.config.vocabulary, draft.config.max_context
     require(size == vocabulary, "draft", f"{name}, vocabulary {size}", f"a vocabulary of {vocabulary}")
     if context > most:
-        raise CapacityError(f"draft: {context} tokens exceed the context of {name}; allowed: at most {most}")
+        raise ContextError(f"draft: {context} tokens exceed the context of {name}; allowed: at most {most}")

@@ -19,7 +19,7 @@ from dualdecoder.checkpoints import RANDOM_PREFIX, load_model, load_tokenizer
 from dualdecoder.config import MethodConfig, SamplingConfig, dtype_from_name
 from dualdecoder.decode import ChooseTokens, DecodeStep, decode
 from dualdecoder.draft import DraftSpeculator
-from dualdecoder.errors import CapacityError, ConfigError, require
+from dualdecoder.errors import ConfigError, ContextError, require
 from dualdecoder.ledger import MemoryPlan
 from dualdecoder.method import KVMethod, method_class, method_config
 from dualdecoder.model import Decoder
@@ -115,7 +115,8 @@ class Engine:
     ) -> list[Completion]:
         """Complete the prompts (text, or token ids) together as one ragged batch. Counters: ``self.statistics``.
 
-        Raises ``CapacityError`` if a prompt plus ``max_new_tokens`` exceeds the model's context or memory is short.
+        Raises ``ContextError`` if a prompt plus ``max_new_tokens`` exceeds the model's context,
+        ``CapacityError`` if memory is short.
         """
         encoded = self._encode_all(prompts)
         tokens: list[list[int]] = [[] for _ in encoded]
@@ -272,7 +273,7 @@ class Engine:
             require(not outside, name, outside[:3], f"token ids from 0 to {model.vocabulary - 1}")
             needed = len(prompt) + max_new_tokens
             if needed > model.max_context:
-                raise CapacityError(
+                raise ContextError(
                     f"{name}: {len(prompt)} tokens + max_new_tokens={max_new_tokens} = {needed} exceed the context of "
                     f"{model.name}; allowed: at most {model.max_context}"
                 )
@@ -281,9 +282,7 @@ class Engine:
 def _check_decode_capacity(method: KVMethod, max_new_tokens: int) -> None:
     most = method.decode_capacity
     if most is not None and max_new_tokens > most:
-        raise CapacityError(
-            f"max_new_tokens={max_new_tokens}: this method decodes at most {most} tokens after a prompt"
-        )
+        raise ContextError(f"max_new_tokens={max_new_tokens}: this method decodes at most {most} tokens after a prompt")
 
 
 def _check_device(device: str, method: str) -> None:

@@ -19,6 +19,10 @@ class CapacityError(UserError):
     """A request needs more tokens or bytes than there are."""
 
 
+class ContextError(CapacityError):
+    """A request needs more tokens than a model or a method takes: more memory would not help."""
+
+
 def require(allowed_holds: bool, field: str, value: object, allowed: str) -> None:
     """Raise ``ConfigError`` naming ``field`` unless ``allowed_holds``."""
     if not allowed_holds:

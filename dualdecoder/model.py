@@ -175,6 +175,9 @@ def random_decoder(
 
     def weight(name: str, shape: tuple[int, ...]) -> Tensor:
         empty = torch.empty(shape, dtype=dtype, device=device)
+        if generator is None:
+            # Sizes need no values, and torch's own normal_ for meta tensors keeps every caller's locals alive.
+            return empty
         return empty.fill_(1) if "norm" in name else empty.normal_(0, 0.02, generator=generator)
 
     def layer() -> LayerWeights:

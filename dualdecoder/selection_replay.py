@@ -83,5 +83,7 @@ def replay_selection(method: KVMethod, config: ReplayConfig) -> SelectionReplay:
     """
     shape = (method.batch, method.model.kv_heads, int(method.chunks_B[0]))
     replay = SelectionReplay(config, shape, method.slots, method.ledger)
-    method.rewrite = lambda layer, chosen, _predicted: replay.sets(layer, method.model.layers, len(chosen))
+    layers = method.model.layers
+    # The method must not be named in here: holding itself, it would keep its memory after its last use.
+    method.rewrite = lambda layer, chosen, _predicted: replay.sets(layer, layers, len(chosen))
     return replay

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dualdecoder.config import SamplingConfig
 from dualdecoder.engine import Engine
-from dualdecoder.errors import CapacityError, ConfigError, require
+from dualdecoder.errors import ConfigError, ContextError, require
 from dualdecoder.method import method_class
 from dualdecoder.prefill import PrefillSnapshot, prefill
 from experiments.harness.kept_answers import KeptAnswers
@@ -146,7 +146,7 @@ class DualDecoderLM(TemplateLM):
     def _exact_score(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
         model, tokens = self.engine.model, [*context, *continuation]
         if len(tokens) > self.max_length:
-            raise CapacityError(
+            raise ContextError(
                 f"context: {len(tokens)} tokens exceed the {self.max_length} of {model.config.name}; nothing is cut"
             )
         hidden_TE = prefill(model, tokens[:-1], lambda *_: None)[len(context) - 1 :]

@@ -100,7 +100,9 @@ def settings_of(cfg: DictConfig) -> MethodConfig:
 
 def _keys(cfg: DictConfig) -> dict[str, Any]:
     names = {"model": cfg.model.name, "dtype": cfg.model.dtype, "method": cfg.method.name}
-    return {**names, "context": cfg.context, "batch": cfg.batch, "budget": cfg.method.options.get("budget")}
+    # A plain dict: asked for a key it lacks, OmegaConf raises and keeps the caller's locals, the method among them.
+    options = OmegaConf.to_container(cfg.method.options, resolve=True)
+    return {**names, "context": cfg.context, "batch": cfg.batch, "budget": options.get("budget")}
 
 
 def _filled(cfg: DictConfig, model: Decoder, config: MethodConfig, device: str) -> KVMethod:

@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dualdecoder.errors import CapacityError, UserError
+from dualdecoder.errors import CapacityError, ContextError, UserError
 
 Measure = Callable[[DictConfig], list[dict[str, Any]]]
 ORPHANED = 3
@@ -70,6 +70,8 @@ def describe(error: Exception) -> dict[str, Any]:
 
 def _is_memory(error: Exception) -> bool:
     # By name: without torch imported, the error cannot be torch's.
+    if isinstance(error, ContextError):
+        return False
     return isinstance(error, CapacityError | MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 

@@ -15,6 +15,7 @@ from typing import IO, Any
 from experiments.harness.child import Measure, answer
 from experiments.harness.devices import Slot, one_gpu
 from experiments.harness.environment import ROOT
+from experiments.harness.memory import give_back
 
 CHILD = "experiments.harness.child"
 # Lines of a dead child's stderr that are kept: enough for a traceback out of a library.
@@ -47,8 +48,10 @@ def measure_in_child(measure: Measure, config: dict[str, Any]) -> Outcome:
 
 
 def measure_here(measure: Measure, config: dict[str, Any]) -> Outcome:
-    """Run ``measure(config)`` in this process: the points of a sweep then share a loaded model, and whatever leaks."""
+    """Run ``measure(config)`` in this process: the points of a sweep then share a loaded model, and no other memory."""
     with one_gpu() as slot:
+        # Before the outcome is looked at: whether a point has too little memory must not depend on the one before.
+        give_back()
         return _outcome(answer(measure, config), slot)
 
 

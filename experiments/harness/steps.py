@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from statistics import median
 
 import torch
 
-from dualdecoder.checkpoints import load_model
+from dualdecoder.checkpoints import load_model, weights_id
 from dualdecoder.config import dtype_from_name
 from dualdecoder.graphs import WARMUP_STEPS, StepRunner
 from dualdecoder.method import KVMethod
 from dualdecoder.model import Decoder
+from experiments.harness.memory import keep_last
 
 # Steps that decode beside the warm-up and the measured ones: those before the capture, and one to spare.
 EXTRA_STEPS = WARMUP_STEPS + 1
@@ -63,7 +63,7 @@ class Floors:
         return self.hbm_bytes / self.copy_rate * 1e3
 
 
-@lru_cache(maxsize=1)
+@keep_last(key=lambda source, dtype, device: (weights_id(source), dtype, device))
 def model_of(source: str, dtype: str, device: str) -> Decoder:
     """The model, kept for the next point of a sweep."""
     return load_model(source, dtype_from_name(dtype), device)

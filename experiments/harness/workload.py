@@ -9,10 +9,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from rich.progress import track
 
-from dualdecoder.checkpoints import RANDOM_PREFIX
+from dualdecoder.checkpoints import RANDOM_PREFIX, weights_id
 from dualdecoder.engine import Engine
 from dualdecoder.errors import ConfigError, require
 from experiments.harness.environment import ROOT
+from experiments.harness.memory import keep_last
 
 _QUESTION = (
     "\n\nUsing only the manual above, explain to a beginner which statements and expressions it describes, "
@@ -63,7 +64,7 @@ def require_positive(cfg: DictConfig, *fields: str) -> None:
         require(isinstance(cfg[name], int) and cfg[name] >= 1, name, cfg[name], "a positive integer")
 
 
-@lru_cache(maxsize=1)
+@keep_last(key=lambda source, dtype, device: (weights_id(source), dtype, device))
 def _loaded(source: str, dtype: str, device: str) -> Engine:
     has_text = not source.startswith(RANDOM_PREFIX)
     require(has_text, "model.source", source, "a model with a tokenizer: smollm2, a folder, a GGUF file or a hub id")
