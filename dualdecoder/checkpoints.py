@@ -24,6 +24,7 @@ from dualdecoder.cache import cache_folder
 from dualdecoder.config import ModelConfig
 from dualdecoder.digests import content_digest
 from dualdecoder.errors import CheckpointError, ConfigError
+from dualdecoder.gguf_tokenizer import save_tokenizer
 from dualdecoder.model import Decoder, LayerWeights, random_decoder
 from dualdecoder.planning import check_weights
 from dualdecoder.shapes import SHAPES
@@ -175,7 +176,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 def _write_safetensors(gguf: Path, folder: Path) -> None:
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     where = {"gguf_file": gguf.name, "trust_remote_code": False}
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **where)
@@ -186,7 +187,7 @@ def _write_safetensors(gguf: Path, folder: Path) -> None:
     # The weights are plain fp32 now; a quantisation entry would make readers dequantise again.
     del model.config.quantization_config
     model.config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, **where).save_pretrained(folder)
+    save_tokenizer(gguf, folder)
 
 
 def _downloaded(hub_id: str) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualdecoder.checkpoints import RANDOM_PREFIX, load_model, load_tokenizer
+from dualdecoder.checkpoints import RANDOM_PREFIX, load_model, load_tokenizer, resolve
 from dualdecoder.config import MethodConfig, SamplingConfig, dtype_from_name
 from dualdecoder.decode import ChooseTokens, DecodeStep, decode
 from dualdecoder.draft import DraftSpeculator
@@ -26,6 +26,7 @@ from dualdecoder.model import Decoder
 from dualdecoder.planning import check_memory, plan_memory
 from dualdecoder.prefill import PrefillSnapshot, prefill_into
 from dualdecoder.sampling import Sampler, SelfSpeculator, Speculator
+from dualdecoder.stop_ids import checked_stop_ids, checkpoint_stop_ids, tokenizer_stop_ids
 from dualdecoder.text import TextPieces
 
 GREEDY = SamplingConfig()
@@ -81,10 +82,23 @@ class RunStatistics:
 
 
 class Engine:
-    """A model, a tokenizer and a KV method. Memory for keys and values is taken per call and freed after it."""
+    """A model, a tokenizer and a KV method. Memory for keys and values is taken per call and freed after it.
 
-    def __init__(self, model: Decoder, tokenizer: Any, method: str, config: MethodConfig) -> None:
+    ``stop_ids``: token ids that end a sequence; None for the tokenizer's own.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Any,
+        method: str,
+        config: MethodConfig,
+        stop_ids: Iterable[int] | None = None,
+    ) -> None:
         self.model, self.tokenizer, self.method_name, self.config = model, tokenizer, method, config
+        vocabulary = model.config.vocabulary
+        own = tokenizer_stop_ids(tokenizer, vocabulary)
+        self.stop_ids = own if stop_ids is None else checked_stop_ids(stop_ids, vocabulary)
         self.statistics = RunStatistics()
         self.draft: Decoder | None = None
         _check_device(str(model.device), method)
@@ -99,12 +113,15 @@ class Engine:
         """
         config, torch_dtype = method_config(method, options), dtype_from_name(dtype)
         _check_device(device, method)
-        tokenizer = None if model.startswith(RANDOM_PREFIX) else load_tokenizer(model)
-        return cls(load_model(model, torch_dtype, device), tokenizer, method, config)
+        if model.startswith(RANDOM_PREFIX):
+            return cls(load_model(model, torch_dtype, device), None, method, config)
+        tokenizer, decoder = load_tokenizer(model), load_model(model, torch_dtype, device)
+        stop_ids = checkpoint_stop_ids(resolve(model), tokenizer, decoder.config.vocabulary)
+        return cls(decoder, tokenizer, method, config, stop_ids)
 
     def with_method(self, method: str, **options: Any) -> Engine:
         """The same model and tokenizer with another method or other options."""
-        return Engine(self.model, self.tokenizer, method, method_config(method, options))
+        return Engine(self.model, self.tokenizer, method, method_config(method, options), self.stop_ids)
 
     def plan(self, batch: int, context: int) -> MemoryPlan:
         """Bytes by category for ``batch`` sequences of ``context`` tokens; nothing is allocated."""
@@ -204,11 +221,6 @@ class Engine:
         if self.tokenizer is None:
             return ""
         return self.tokenizer.decode([t for t in token_ids if t not in self.stop_ids])
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Token ids that end a sequence."""
-        return frozenset() if self.tokenizer is None else frozenset({self.tokenizer.eos_token_id})
 
     def _begin(
         self,

@@ -5,6 +5,7 @@
 
 KV accuracy: share of a step's true selection that the step before predicted. Reuse: share that was selected in the
 step before anyway. Token accuracy: the speculated token was the true one. Means over steps, layers and KV heads.
+An answer that ends before ``steps`` ends the measurement; a row's ``steps`` are those that were taken.
 Beside them, what chunk caches of several sizes would have missed on the same selections, with and without fetching the
 prediction ahead: what prediction has to beat, and what it adds.
 """
@@ -45,7 +46,7 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     require(all(multiple >= 1 for multiple in cfg.capacities), "capacities", list(cfg.capacities), "1 or more each")
     snapshot = engine.prefill(PROMPTS[cfg.prompt](engine, cfg.context))
     rows = [row for speculation in cfg.speculations for row in _rows(cfg, snapshot, speculation)]
-    common = {"model": cfg.model.name, **{key: cfg[key] for key in ("prompt", "context", "budget", "steps")}}
+    common = {"model": cfg.model.name, **{key: cfg[key] for key in ("prompt", "context", "budget")}}
     return [{**row, **common} for row in rows]
 
 
@@ -85,6 +86,8 @@ class SetRecorder:
 def _rows(cfg: DictConfig, snapshot: PrefillSnapshot, speculation: str) -> list[dict[str, Any]]:
     seen = trace(cfg, snapshot, speculation)
     counts_SLF, right_S = seen.counts_SLF, seen.right_S
+    allowed = f"one with a longer answer: this one ends after {len(right_S) + 1} tokens, 3 are needed"
+    require(len(right_S) >= 2, "prompt", cfg.prompt, allowed)
     by_layer = [_row(speculation, counts_LF, layer=layer) for layer, counts_LF in enumerate(counts_SLF.sum(0))]
     # The first step has no step before it to be predicted by.
     by_step = [
@@ -92,13 +95,14 @@ def _rows(cfg: DictConfig, snapshot: PrefillSnapshot, speculation: str) -> list[
         for step in range(1, len(right_S))
     ]
     total = _row(speculation, counts_SLF.sum((0, 1)), token_accuracy=fmean(right_S[1:]))
-    return [total, *by_layer, *by_step, *_cache_rows(cfg, seen, speculation)]
+    rows = [total, *by_layer, *by_step, *_cache_rows(cfg, seen, speculation)]
+    return [{**row, "steps": len(right_S)} for row in rows]
 
 
 def trace(cfg: DictConfig, snapshot: PrefillSnapshot, speculation: str) -> Trace:
-    """Decode greedily and watch."""
+    """Decode greedily and watch, up to the end of the answer."""
     engine = engine_for(cfg.model, "dualdecoder", {"budget": cfg.budget, "speculation": speculation})
-    run = engine.resume([snapshot], cfg.steps + 1)
+    run = engine.resume([snapshot], cfg.steps + 1, stop_ids=engine.stop_ids)
     recorder, telemetry, right = SetRecorder(), run.method.telemetry, []
     run.method.rewrite = recorder
     counts = [telemetry.counts.clone()]

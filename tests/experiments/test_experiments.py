@@ -13,10 +13,11 @@ from hydra.plugins.launcher import Launcher
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
-from dualdecoder.checkpoints import named_shape
+from dualdecoder.checkpoints import load_tokenizer, named_shape, resolve
 from dualdecoder.engine import Engine
 from dualdecoder.errors import ConfigError
 from dualdecoder.method import REGISTRY, method_config
+from dualdecoder.stop_ids import checkpoint_stop_ids
 from experiments import fidelity, prediction, residency, ruler, throughput
 from experiments.__main__ import experiments
 from experiments.harness import workload
@@ -166,6 +167,24 @@ def test_prediction_rows(loaded, prompt: str) -> None:
         _check_caches(total, [row for row in of_kind if row["scope"] == "cache"])
 
 
+def test_prediction_ends_with_the_answer(smollm2: Engine, monkeypatch) -> None:
+    """Nothing is counted behind a stop token, and rows say how many steps there were."""
+    cfg = config("prediction", "context=200", "budget=64", "steps=8", "speculations=[self]")
+    free = smollm2.generate([workload.manual_prompt(smollm2, 200)], 9)[0].token_ids
+    monkeypatch.setattr(workload, "_loaded", lambda *_: stopping(smollm2, free[4]))
+    taken = free.index(free[4])
+    rows = prediction.measure(cfg)
+    assert {row["steps"] for row in rows} == {taken}
+    assert [row["step"] for row in rows if row["scope"] == "step"] == list(range(1, taken))
+    monkeypatch.setattr(workload, "_loaded", lambda *_: stopping(smollm2, free[0]))
+    with pytest.raises(ConfigError, match=r"prompt='continue' is not allowed.*ends after 1 tokens"):
+        prediction.measure(cfg)
+
+
+def stopping(engine: Engine, token: int) -> Engine:
+    return Engine(engine.model, engine.tokenizer, engine.method_name, engine.config, stop_ids=[token])
+
+
 def _check_caches(total: dict, rows: list[dict]) -> None:
     """The method's counters and the simulator agree; larger caches miss less, and none less than the optimum."""
 
@@ -191,6 +210,19 @@ def test_ruler_rows(loaded) -> None:
         assert (row["interval"], row["prefill_s"]) == ("wilson", rows[0]["prefill_s"])
     # The needle is found by the exact method, so the prompt and the answer are put together rightly.
     assert rows[0]["score"] == 100
+
+
+def test_ruler_answers_end_at_the_end_of_turn(smollm2: Engine, monkeypatch) -> None:
+    """Also if the tokenizer takes another token for the end, as one converted by transformers 5.17 does."""
+    mistaken = load_tokenizer("smollm2")
+    mistaken.eos_token = mistaken.bos_token
+    stop_ids = checkpoint_stop_ids(resolve("smollm2"), mistaken, smollm2.model.config.vocabulary)
+    engine = Engine(smollm2.model, mistaken, smollm2.method_name, smollm2.config, stop_ids)
+    monkeypatch.setattr(workload, "_loaded", lambda *_: engine)
+    rows = ruler.measure(config("ruler", "length=400", "samples=2", "budget=128", "methods=[full_kv,dualdecoder]"))
+    answers = [answer for row in rows for answer in row["answers"]]
+    assert len(answers) == 4
+    assert all(answer and "<|im_" not in answer for answer in answers)
 
 
 def test_ruler_prefills_a_sample_once_however_many_methods_answer_it(loaded, monkeypatch) -> None:
