@@ -10,7 +10,6 @@ Suffixes: B sequences, K KV heads, S resident or predicted blocks padded to a po
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,8 +18,8 @@ from baselines.admission import FIELDS, Prediction, Resident
 from dualdecoder.buffers import ChunkBuffer
 from dualdecoder.errors import require
 from dualdecoder.host_store import HostStore
+from dualdecoder.kernels.fetch_list import FetchList
 from dualdecoder.kernels.gather import gather_records
-from dualdecoder.kernels.slots import FetchList
 from dualdecoder.ledger import Ledger
 
 MAX_SLOTS = 512
@@ -132,9 +131,7 @@ class TritonAdmission:
         require(slots <= MAX_SLOTS, "budget", (slots + 1) * 16, f"at most {(MAX_SLOTS + 1) * 16} tokens on a GPU")
         assert len(FIELDS) == 3
         self.cap = cap
-        self.counters = ledger.on_device("workspace", (layers,), torch.int32)
-        entries = [ledger.on_device("workspace", (3, heads * cap), torch.int32) for _ in range(layers)]
-        self.lists = [FetchList(e, count) for e, count in zip(entries, self.counters.split(1), strict=True)]
+        self.counters, self.lists = FetchList.for_layers(ledger, layers, heads * cap)
 
     def begin_step(self) -> None:
         self.counters.zero_()

@@ -22,8 +22,9 @@ from dualdecoder.buffers import ChunkBuffer
 from dualdecoder.config import ModelConfig
 from dualdecoder.errors import require
 from dualdecoder.host_store import HostStore
+from dualdecoder.kernels.fetch_list import FetchList
 from dualdecoder.kernels.gather import gather_records
-from dualdecoder.kernels.slots import FetchList, replace_all
+from dualdecoder.kernels.slots import replace_all
 from dualdecoder.landmarks import NO_CHUNK
 from dualdecoder.ledger import Ledger
 

@@ -1,10 +1,10 @@
 """Keys of the listed chunks from their low-rank factors, rotated, straight into their slots of a chunk buffer.
 
-The same as ``LowRankKeys.rebuilt`` for the entries of a fetch list (``dualdecoder.kernels.slots.FetchList``): gather,
-product, rotation and scatter in one launch. A fixed number of programs walks the list in tiles of some chunks. All
-chunks of a product need the same right factor, that of their sequence and KV head. ``assign_slots`` lists the chunks of
-a head together, so a tile has one head or two: the program takes one product a head, over the whole tile, and stores
-that head's rows. Any other order is right too, only slower.
+The same as ``LowRankKeys.rebuilt`` for the entries of a list (``dualdecoder.kernels.fetch_list``): gather, product,
+rotation and scatter in one launch. A fixed number of programs walks the list in tiles of some chunks. All chunks of a
+product need the same right factor, that of their sequence and KV head. ``assign_slots`` lists the chunks of a head
+together, so a tile has one head or two: the program takes one product a head, over the whole tile, and stores that
+head's rows. Any other order is right too, only slower.
 
 Bytes at D 128, rank 160, 16 bits, C 8, a chunk and KV head: 2,560 of the left factor read, 2,048 of keys written. A
 tile reads a right factor (40 KiB) and its cosines and sines (256 a token) from L2. B 16, K 8, 102 misses a head: 60 MB,
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baselines.low_rank import LowRankKeys
 from dualdecoder.errors import require
-from dualdecoder.kernels.slots import FetchList
+from dualdecoder.kernels.fetch_list import FetchList
 
 # What tl.dot takes at least.
 SMALLEST = 16

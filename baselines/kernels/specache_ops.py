@@ -1,7 +1,8 @@
 """The operations of one SpeCache layer in Triton, with the meaning of ``specache.Ops``.
 
-Launches of a layer: attention and commit on the compute stream; keys, top S (two for long contexts), marks, slots and
-gather on the prefetch stream, beside the rest of the layer. So there are two sets of scores, used in turn.
+Launches of a layer: attention and commit on the compute stream; keys, top S (two for long contexts), marks and slots on
+the choice stream, beside the rest of the layer, so there are two sets of scores, used in turn; the gather on the
+prefetch stream, beside the choices of the layers to come, so every layer has a fetch list.
 Suffixes: as in ``baselines/specache.py``.
 """
 
@@ -16,8 +17,9 @@ from baselines.kernels.lowbit_top import ChoiceWorkspace, choose_tokens
 from baselines.specache import SCORE_BUFFERS, SpeCacheLayer, Step
 from dualdecoder.config import ModelConfig
 from dualdecoder.host_store import HostStore
+from dualdecoder.kernels.fetch_list import FetchList
 from dualdecoder.kernels.gather import gather_records
-from dualdecoder.kernels.slots import FetchList, SlotWorkspace, assign_slots
+from dualdecoder.kernels.slots import SlotWorkspace, assign_slots
 from dualdecoder.kernels.sparse_attention import SparseAttentionWorkspace
 from dualdecoder.ledger import Ledger
 from dualdecoder.ops import Counting
@@ -48,10 +50,9 @@ class TritonOps:
         self.slot_workspace = SlotWorkspace.allocate(ledger, batch * kv_heads, context, top)
         output = (batch * ROWS * model.query_heads * model.head_dim,)
         self.output = ledger.on_device("workspace", output, cache.ring_BKXWD.dtype)
-        # The prefetch stream takes one list after the other; each layer has a counter, and one launch zeroes them all.
-        entries = ledger.on_device("workspace", (3, batch * kv_heads * top), torch.int32)
-        self.counters = ledger.on_device("workspace", (len(layers),), torch.int32)
-        self.fetches = [FetchList(entries, count) for count in self.counters.split(1)]
+        # The next layer's choice is listed while this layer's list is still being read on the prefetch stream: the two
+        # streams are not ordered, so no layers share a list.
+        self.counters, self.fetches = FetchList.for_layers(ledger, len(layers), batch * kv_heads * top)
 
     def begin_step(self, step: Step) -> None:
         self.step = step

@@ -1,6 +1,6 @@
 """Zero-copy gather: chunk records straight from page-locked host memory into buffer slots on the device.
 
-A few programs walk a compact fetch list (``dualdecoder.kernels.slots.FetchList``). The link needs about 55 GB/s x
+A few programs walk a compact fetch list (``dualdecoder.kernels.fetch_list.FetchList``). The link needs about 55 GB/s x
 2.5 us = 140 KB of reads in flight; ``programs * rows * record`` should be about twice that, for a program waits for its
 reads before it stores and goes on. Few programs with many rows leave the other SMs to the compute stream; a program on
 each SM would stall every SM's memory path behind the link. Records move as 16-byte vectors, 512 contiguous bytes a warp
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dualdecoder.kernels.slots import FetchList
+from dualdecoder.kernels.fetch_list import FetchList
 
 # Records with keys and values that a program has in flight.
 ROWS_OF_PAIRS = 4

@@ -14,9 +14,10 @@ from dualdecoder.buffers import ChunkBuffer
 from dualdecoder.config import ModelConfig
 from dualdecoder.host_store import HostStore
 from dualdecoder.kernels.commit import append_token, commit_step
+from dualdecoder.kernels.fetch_list import FetchList
 from dualdecoder.kernels.gather import gather_records
 from dualdecoder.kernels.selection import Selection
-from dualdecoder.kernels.slots import FetchList, SlotWorkspace, assign_slots, replace_all
+from dualdecoder.kernels.slots import SlotWorkspace, assign_slots, replace_all
 from dualdecoder.kernels.sparse_attention import Places, SparseAttentionWorkspace, sparse_attention
 from dualdecoder.ledger import Ledger
 from dualdecoder.ops import Counting, LayerState

@@ -3,7 +3,6 @@
 The reference is ``dualdecoder.buffers.assign_slots``: a held chunk keeps its slot, the r-th missing one takes the r-th
 slot whose content is not wanted. One program a sequence and KV head looks chunks up in tables with an entry for every
 chunk, in device memory (a block sees its own global writes after a barrier): work grows with S + Z, not with S x Z.
-A fetch list is compact: its length is counted on the device, and its order between heads is not defined.
 Suffixes: B sequences, K KV heads, N chunks, S selected chunks, Z slots of the buffer (Z >= S).
 """
 
@@ -16,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dualdecoder.kernels.fetch_list import FetchList
 from dualdecoder.ledger import Ledger
 from dualdecoder.ops import Counting, History
 from dualdecoder.telemetry import FIELDS
@@ -27,23 +27,6 @@ PREFETCHED = tl.constexpr(FIELDS.index("prefetched"))
 PREDICTED = tl.constexpr(FIELDS.index("predicted"))
 REUSED = tl.constexpr(FIELDS.index("reused"))
 COMPARABLE = tl.constexpr(FIELDS.index("comparable"))
-
-
-@dataclass
-class FetchList:
-    """Records to bring to the device.
-
-    entries: int32 ``[3, capacity]``, rows are head (``b * K + k``), chunk and slot. count: int32 ``[1]``, how many.
-    """
-
-    entries: Tensor
-    count: Tensor
-
-    @classmethod
-    def allocate(cls, ledger: Ledger, capacity: int) -> FetchList:
-        """An empty list of at most ``capacity`` records (B * K * S), booked under ``workspace``."""
-        entries = ledger.on_device("workspace", (3, capacity), torch.int32)
-        return cls(entries, ledger.on_device("workspace", (1,), torch.int32))
 
 
 @dataclass

@@ -56,8 +56,8 @@ def measured_rates() -> Rates:
 @cache
 def gather_rate(record_bytes: int) -> float:
     """Bytes per second of the gather kernel alone: random records of this size (a multiple of 8), 256 MiB in all."""
+    from dualdecoder.kernels.fetch_list import FetchList
     from dualdecoder.kernels.gather import gather_records
-    from dualdecoder.kernels.slots import FetchList
 
     record, count = (2, 1, record_bytes // 8), GIB // 4 // record_bytes
     host = PinnedMemory(GIB).tensor((1, 1, GIB // record_bytes, *record), torch.int32)

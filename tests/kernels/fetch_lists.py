@@ -2,7 +2,7 @@
 
 import torch
 
-from dualdecoder.kernels.slots import FetchList
+from dualdecoder.kernels.fetch_list import FetchList
 from dualdecoder.ledger import Ledger
 
 

@@ -8,7 +8,7 @@ from baselines.admission import Prediction, ReferenceAdmission, Resident
 from baselines.kernels.admit import TritonAdmission, admit_blocks
 from dualdecoder.buffers import ChunkBuffer
 from dualdecoder.errors import ConfigError
-from dualdecoder.kernels.slots import FetchList
+from dualdecoder.kernels.fetch_list import FetchList
 from dualdecoder.ledger import Ledger
 
 # batch, KV heads, slots, blocks, cap

@@ -6,8 +6,8 @@ from fetch_lists import fetch_list
 from torch import Tensor
 
 from dualdecoder.kernels import slots
+from dualdecoder.kernels.fetch_list import FetchList
 from dualdecoder.kernels.gather import gather_records
-from dualdecoder.kernels.slots import FetchList
 from dualdecoder.ledger import Ledger
 from dualdecoder.pinned import PinnedMemory
 

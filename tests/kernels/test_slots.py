@@ -6,7 +6,8 @@ from torch import Tensor
 
 from dualdecoder import buffers
 from dualdecoder.kernels import slots
-from dualdecoder.kernels.slots import FetchList, SlotWorkspace
+from dualdecoder.kernels.fetch_list import FetchList
+from dualdecoder.kernels.slots import SlotWorkspace
 from dualdecoder.landmarks import NO_CHUNK
 from dualdecoder.ledger import Ledger
 from dualdecoder.ops import Counting, History, count_selection
