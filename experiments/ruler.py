@@ -21,7 +21,7 @@ from experiments.harness.points import run_point
 from experiments.harness.statistics import mean_interval
 from experiments.harness.workload import engine_for, progress, require_positive, with_methods
 from experiments.reporting.terminal import show_point
-from experiments.ruler_tasks import DataFiles, NoData, RulerSample, Sampler, score, task_named
+from experiments.ruler_tasks import DataFiles, NoData, RulerSample, Sampler, prompts_used, score, task_named
 
 # What a row says of the answers where there are none.
 _NO_DATA: dict[str, Any] = dict.fromkeys(("score", "scores", "ci95", "interval", "prefill_s", "answer_s"))
@@ -106,6 +106,7 @@ def _head(cfg: DictConfig, label: str, engine: Engine) -> dict[str, Any]:
         "model": cfg.model.name,
         "budget": getattr(engine.config, "budget", None),
         "attended_tokens": getattr(engine.config, "attended_tokens", None),
+        **prompts_used(DataFiles(**cfg.data)),
     }
 
 

@@ -170,6 +170,9 @@ ROW_FIELDS: dict[str, dict[str, Kind]] = {
     },
 }
 
+LATER_FIELDS: dict[str, dict[str, Kind]] = {"ruler": {"prompts": TEXT, "differs": TEXT}}
+"""Fields that rows of older records do not have."""
+
 
 def table_of(experiment: str, row: dict[str, Any]) -> str:
     """The table that a row of an experiment belongs to: its own, or that of its kind of row."""
@@ -197,7 +200,8 @@ def row_problem(experiment: str, rows: list[Any]) -> tuple[str, str] | None:
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             return f"rows[{index}]", "must be an object"
-        if problem := _problem(f"rows[{index}]", row, ROW_FIELDS.get(table_of(experiment, row), {})):
+        later = {name: kind for name, kind in LATER_FIELDS.get(experiment, {}).items() if name in row}
+        if problem := _problem(f"rows[{index}]", row, ROW_FIELDS.get(table_of(experiment, row), {}) | later):
             return problem
     return None
 

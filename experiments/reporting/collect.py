@@ -115,6 +115,7 @@ def _caption(name: str, records: list[Record], outdated: list[Record]) -> str:
         parts.append(f"older records of the same configs, left out: {dropped} (only the newest version counts)")
     if any(row.get("method") == "ideal" for record in records for row in record.rows):
         parts.append(IDEAL_WORDS)
+    parts += sorted({row["differs"] for record in records for row in record.rows if row.get("differs")})
     return "; ".join(parts)
 
 

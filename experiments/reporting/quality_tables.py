@@ -6,7 +6,8 @@ from experiments.reporting.cells import arranged, fixed, in_order, length_text, 
 
 RULER_UNIT = ", score % (95 % interval: Wilson; ~ bootstrap, for partial credit)"
 NO_DATA = "no data"
-_IN_RECORDS_ONLY = ["scores", "ci95", "answers", "expected", "tokens"]
+# `differs` stands in the caption.
+_IN_RECORDS_ONLY = ["scores", "ci95", "answers", "expected", "tokens", "differs"]
 
 
 def ruler_numbers(rows: pd.DataFrame) -> pd.DataFrame:

@@ -77,10 +77,11 @@ def parts(name: str, section: Section) -> list[Part]:
 
 
 def split(table: pd.DataFrame, names: tuple[str, ...]) -> list[pd.DataFrame]:
-    """The rows of `table` apart by the columns `names`, in the order in which they come."""
-    if not names:
+    """The rows of `table` apart by those of the columns `names` that it has, in the order in which they come."""
+    present = [name for name in names if name in table]
+    if not present:
         return [table]
-    return [group.reset_index(drop=True) for _, group in table.groupby(list(names), sort=False, dropna=False)]
+    return [group.reset_index(drop=True) for _, group in table.groupby(present, sort=False, dropna=False)]
 
 
 def headline(table: pd.DataFrame, without: Any = ()) -> str:
@@ -202,7 +203,7 @@ TABLES: dict[str, Table] = {
     "residency": Table(_residency, _residency_texts, ("model", "dtype", "cap_bytes")),
     "prediction": Table(_prediction, _prediction_texts, ("model",)),
     "prediction_cache": Table(_caches, _cache_texts, ("model",), unit=", % of the selection"),
-    "ruler": Table(ruler_numbers, ruler_texts, ("model", "length", "point_budget"), unit=RULER_UNIT),
+    "ruler": Table(ruler_numbers, ruler_texts, ("model", "length", "point_budget", "prompts"), unit=RULER_UNIT),
     "fidelity": Table(fidelity_numbers, fidelity_texts, ("model", "context")),
     "lm_eval": Table(harness_numbers, harness_texts, ("model",)),
     "step_time": Table(step_numbers, step_texts, ("model", "context", "selection", "host_kv")),
@@ -223,5 +224,6 @@ _HEADLINE: dict[str, Callable[[Any], str]] = {
     "budget": lambda budget: f"budget {budget:.0f}",
     "selection": str,
     "host_kv": lambda text: f"host KV {text}",
+    "prompts": str,
     "cap_bytes": lambda size: f"cap {size / GIB:g} GiB",
 }

@@ -1,13 +1,14 @@
 """Common words extraction: name the ten most frequent words of a list (RULER paper arXiv 2404.06654, section 3.3).
 
 Repetitions as in NVIDIA/RULER `scripts/synthetic.yaml` (freq_cw 30, freq_ucw 3, num_cw 10), those of the worked
-example and of lengths below 4096 tokens as in its common words script. The example is part of the prompt, as there.
+example and of lengths below 4096 tokens as in its common words script. The example has turns of its own, as there: the
+chat template is applied to its question and again to the one that is asked.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
-from experiments.ruler_tasks.task import Draft, Request, RulerTask
+from experiments.ruler_tasks.task import Draft, Request, RulerTask, Solved
 from experiments.ruler_tasks.wording import wording
 from experiments.ruler_tasks.words import distinct_words
 
@@ -43,8 +44,8 @@ def build(size: int, rng: Random, request: Request) -> Draft:
     lists = FULL if request.length >= FULL_LENGTH else SHORT
     example = _word_list(lists.example_words, lists.example, rng)
     asked = _word_list(size, lists.asked, rng)
-    solved = f"{example.question}{example.prefix} {_numbered(list(example.answers))}"
-    return Draft(f"{solved}\n{asked.question}", asked.prefix, asked.answers)
+    solved = Solved(example.question, f"{example.prefix} {_numbered(list(example.answers))}")
+    return replace(asked, examples=(solved,))
 
 
 def _word_list(size: int, repeats: Repeats, rng: Random) -> Draft:

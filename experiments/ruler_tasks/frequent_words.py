@@ -2,7 +2,8 @@
 
 Words are six random letters. The word of rank k stands n * k^-alpha / zeta(alpha) times in a text of about n words;
 rank 1 is written as dots, which the question says to ignore, so ranks 2 to 4 are asked for. Parameters as in
-NVIDIA/RULER `scripts/synthetic.yaml`: alpha 2, one word of vocabulary for every 50 tokens of length. No worked example.
+NVIDIA/RULER `scripts/synthetic.yaml`: alpha 2, one word of vocabulary, the dots among them, for every 50 tokens of the
+prompt, which is the length without the 50 tokens to generate. No worked example.
 """
 
 from math import pi
@@ -26,7 +27,8 @@ MIN_WORDS = 100
 
 def build(size: int, rng: Random, request: Request) -> Draft:
     """Return the question about a text of about `size` words."""
-    vocabulary = max(request.length // TOKENS_PER_WORD, ASKED + 2)
+    # The dots, the words asked for and one more, also where a length is too short for RULER's own number.
+    vocabulary = max((request.length - NEW_TOKENS) // TOKENS_PER_WORD, ASKED + 2)
     codes = [DOTS, *distinct(vocabulary - 1, lambda: random_code(rng, CODE_LETTERS))]
     words = [code for rank, code in enumerate(codes, start=1) for _ in range(_count(size, rank))]
     rng.shuffle(words)

@@ -13,6 +13,7 @@ from dualdecoder.checkpoints import cache_folder
 from dualdecoder.errors import ConfigError
 from experiments.ruler_tasks.fitting import fit
 from experiments.ruler_tasks.material import DataFiles, Material, NoData
+from experiments.ruler_tasks.prompts import VERSION
 from experiments.ruler_tasks.registry import TASKS
 from experiments.ruler_tasks.task import Draft, Request, RulerSample, RulerTask
 from experiments.ruler_tasks.wording import wording
@@ -20,9 +21,6 @@ from experiments.ruler_tasks.words import words_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-VERSION = 1
-"""To be raised when the same request would give another sample."""
 
 
 def task_named(name: str) -> RulerTask:
@@ -85,9 +83,18 @@ class Sampler:
         return fit(draw, task, length)
 
     def _prompt(self, draft: Draft) -> str:
-        """The question in the chat template, followed by the opening of the answer."""
-        messages = [{"role": "user", "content": draft.question}]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + draft.prefix
+        """The question in the chat template, followed by the opening of the answer.
+
+        A worked example comes first in the same form with its answer, which ends with a line feed and not with the
+        template's end of turn: NVIDIA fills one text, template and opening together, once for each.
+        """
+        solved = [f"{self._turn(example.question)}{example.answer}\n" for example in draft.examples]
+        return "".join(solved) + self._turn(draft.question) + draft.prefix
+
+    def _turn(self, question: str) -> str:
+        """The user's turn and the header of the assistant's."""
+        messages = [{"role": "user", "content": question}]
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def _encoded(self, task: RulerTask, length: int, index: int, prompt: str, answers: tuple[str, ...]) -> RulerSample:
         # The template writes the special tokens, BOS included, so the tokenizer must not add them again.

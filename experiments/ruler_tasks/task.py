@@ -9,6 +9,19 @@ from experiments.ruler_tasks.material import Material
 
 
 @dataclass(frozen=True)
+class Solved:
+    """A worked example that stands before a question in turns of its own.
+
+    Attributes:
+        question: text of the user's turn.
+        answer: text of the assistant's turn, its opening included.
+    """
+
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
 class Draft:
     """One question before the chat template is applied.
 
@@ -16,11 +29,13 @@ class Draft:
         question: text of the user's turn.
         prefix: opening of the assistant's turn, which the model continues.
         answers: gold strings; the order has no meaning.
+        examples: worked examples before it.
     """
 
     question: str
     prefix: str
     answers: tuple[str, ...]
+    examples: tuple[Solved, ...] = ()
 
 
 @dataclass(frozen=True)

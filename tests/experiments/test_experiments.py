@@ -27,6 +27,7 @@ from experiments.harness.rows import row_problem
 from experiments.harness.statistics import mean_interval, wilson_interval
 from experiments.reproduce import PROFILES, read_profile
 from experiments.ruler_tasks import OFFLINE_TASKS
+from experiments.ruler_tasks.prompts import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -208,6 +209,7 @@ def test_ruler_rows(loaded) -> None:
         assert row["score"] == pytest.approx(sum(row["scores"]) / 3)
         assert max(row["tokens"]) <= 400
         assert (row["interval"], row["prefill_s"]) == ("wilson", rows[0]["prefill_s"])
+        assert row["prompts"].endswith(f"version {VERSION}") and "essays are Python's manual" in row["differs"]
     # The needle is found by the exact method, so the prompt and the answer are put together rightly.
     assert rows[0]["score"] == 100
 
@@ -252,6 +254,10 @@ def test_ruler_questions_score_any_gold_string(loaded, monkeypatch) -> None:
     files = f"data.squad={ROOT}/tests/data/qa/squad.json"
     rows = ruler.measure(config("ruler", "task=qa_1", "length=800", "samples=1", files))
     assert {row["score"] for row in rows} == {100}
+    essays = ruler.measure(
+        config("ruler", "task=qa_1", "length=800", "samples=1", files, f"data.essays={ROOT}/README.md")
+    )
+    assert not any("manual" in row["differs"] for row in essays)
 
 
 def test_methods_are_recorded_with_their_options() -> None:

@@ -5,6 +5,7 @@ from itertools import pairwise
 from random import Random
 from string import Formatter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,12 +27,43 @@ def test_hide_keeps_every_line_and_the_order_of_the_needles(size: int, needle_co
 def test_needles_in_prose_stand_between_sentences_at_rulers_depths(size: int, count: int, seed: int) -> None:
     prose = [f"Sentence {i} ends." for i in range(size)]
     needles = [f"Needle {i}." for i in range(count)]
-    found = sentences(hide_in_prose(needles, " ".join(prose), Random(seed)))
+    found = [part.strip() for part in sentences(hide_in_prose(needles, " ".join(prose), Random(seed)))]
     assert [part for part in found if part in prose] == prose
     assert [part for part in found if part in needles] == needles
-    allowed = {int(size * depth / 100) for depth in DEPTHS}
+    allowed = {int(size * (depth / 100)) for depth in DEPTHS}
     places = [sum(part in prose for part in found[: found.index(needle)]) for needle in needles]
     assert set(places) <= allowed
+
+
+class Depths(Random):
+    """Gives the depths that it is told to."""
+
+    def __init__(self, *depths: int) -> None:
+        super().__init__(0)
+        self.depths = depths
+
+    def sample(self, population, k: int) -> list[int]:
+        assert set(self.depths) <= set(population) and k == len(self.depths)
+        return list(self.depths)
+
+
+@pytest.mark.parametrize(
+    ("depths", "expected"),
+    [
+        ((0, 51), " ONE. A1. A2. TWO. A3. A4."),
+        ((100, 51), "A1. A2. ONE. A3. A4. TWO. "),
+        ((51, 54), "A1. A2. ONE.  TWO. A3. A4."),
+    ],
+)
+def test_a_needle_without_prose_beside_it_has_a_space_more_as_in_ruler(depths: tuple[int, int], expected: str) -> None:
+    assert hide_in_prose(["ONE.", "TWO."], "A1. A2. A3. A4.", Depths(*depths)) == expected
+
+
+@pytest.mark.parametrize(("size", "depth", "place"), [(300, 41, 122), (150, 82, 122), (700, 69, 482), (100, 51, 51)])
+def test_a_depth_is_rounded_as_in_ruler(size: int, depth: int, place: int) -> None:
+    """In floating point 300 * (41 / 100) is a little less than 123."""
+    prose = " ".join(f"S{i}." for i in range(size))
+    assert hide_in_prose(["ONE."], prose, Depths(depth)).split(" ").index("ONE.") == place
 
 
 def test_depths_are_40_even_ones() -> None:

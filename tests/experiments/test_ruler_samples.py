@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,15 +86,49 @@ def test_the_chat_template_wraps_the_question_and_the_prefix_follows_the_assista
     sampler: Sampler, name: str
 ) -> None:
     sample, tokenizer = sampler.sample(name, 1024, 0), sampler.tokenizer
-    head, prefix = sample.prompt.rsplit("<|im_start|>assistant\n", 1)
-    question = head.split("<|im_start|>user\n")[1].removesuffix("<|im_end|>\n")
-    chat = [{"role": "user", "content": question}]
-    assert sample.prompt == tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + prefix
+    asked, answered = re.split(r"<\|im_start\|>user\n|<\|im_start\|>assistant\n", sample.prompt)[-2:]
+    *examples, prefix = turned(tokenizer, sample.prompt)
+    assert answered == prefix and asked.endswith("<|im_end|>\n")
+    # cwe's worked example is a question in the template, too; that of vt stands in the user's turn.
+    assert len(examples) == (name == "cwe")
     assert prefix.startswith(" ") and not prefix.startswith("  ")
     assert all(answer not in prefix for answer in sample.answers)
     assert tokenizer.decode(list(sample.token_ids), clean_up_tokenization_spaces=False) == sample.prompt
     header = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    assert sample.token_ids.count(header) == sample.prompt.count("<|im_start|>") == 3
+    assert sample.token_ids.count(header) == sample.prompt.count("<|im_start|>") == (6 if name == "cwe" else 3)
+
+
+def turned(tokenizer, prompt: str) -> list[str]:
+    """What is answered to each question of a prompt, which is checked to be the template around each of them."""
+    questions = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>\n", prompt, re.DOTALL)
+    answers = re.findall(r"<\|im_start\|>assistant\n(.*?)(?=<\|im_start\|>|<\|endoftext\|>|\Z)", prompt, re.DOTALL)
+    wrapped = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+        for text in questions
+    ]
+    assert "".join(turn + answer for turn, answer in zip(wrapped, answers, strict=True)) == prompt
+    return answers
+
+
+def test_a_template_with_bos_and_without_system_prompt_is_filled_once_for_each_question(sampler: Sampler) -> None:
+    """As NVIDIA fills that of Llama 3: twice for cwe, BOS included, and once around example and question of vt."""
+    tokenizer = copy.deepcopy(sampler.tokenizer)
+    tokenizer.chat_template = (
+        "<|endoftext|>{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    plain = Sampler(tokenizer, folder=None)
+    for name, questions in (("cwe", 2), ("vt", 1), ("fwe", 1), ("niah_single_1", 1)):
+        prompt = plain.sample(name, 1024, 0).prompt
+        assert prompt.count("<|endoftext|><|im_start|>user\n") == questions == prompt.count("<|im_start|>user")
+        assert len(turned(tokenizer, prompt)) == questions
+    example, asked = plain.sample("cwe", 1024, 0).prompt.split("<|endoftext|>")[1:]
+    first = re.fullmatch(r"<\|im_start\|>user\n(.*)<\|im_end\|>\n<\|im_start\|>assistant\n(.*)\n", example, re.DOTALL)
+    second = re.fullmatch(r"<\|im_start\|>user\n(.*)<\|im_end\|>\n<\|im_start\|>assistant\n(.*)", asked, re.DOTALL)
+    assert first[2].startswith(f"{second[2]} 1. ") and first[2].count(". ") == 10, (
+        "the example is answered, the question is not"
+    )
+    assert first[1].split("\n")[::2] == second[1].split("\n")[::2], "both are the same question about other lists"
 
 
 def test_bos_is_not_doubled_by_a_tokenizer_that_adds_it(sampler: Sampler) -> None:
@@ -157,7 +192,7 @@ def test_what_a_sample_depends_on_is_in_its_name_and_a_broken_file_is_made_again
         one.sample("vt", 1024, 0)
     keeping[0].sample("vt", 1024, 0, seed=1)
     keeping[0].sample("vt", 1025, 0)
-    monkeypatch.setattr(samples_module, "VERSION", 0)
+    monkeypatch.setattr(samples_module, "VERSION", 1)
     made = keeping[0].sample("vt", 1024, 0)
     paths = sorted(tmp_path.rglob("0.json"))
     assert len(paths) == 6

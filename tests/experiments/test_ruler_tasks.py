@@ -15,6 +15,7 @@ from dualdecoder.errors import ConfigError
 from experiments.ruler_tasks import OFFLINE_TASKS, TASKS, DataFiles, NoData, RulerSample, Sampler
 from experiments.ruler_tasks import questions as qa
 from experiments.ruler_tasks.material import Material
+from experiments.ruler_tasks.task import Request
 from experiments.ruler_tasks.wording import wording
 from experiments.ruler_tasks.words import all_words
 
@@ -42,9 +43,9 @@ def sampler() -> Sampler:
 
 
 def turns(sample: RulerSample) -> tuple[str, str]:
-    """The user's text and the opening of the answer."""
+    """The user's last text and the opening of the answer."""
     head, prefix = sample.prompt.rsplit("<|im_start|>assistant\n", 1)
-    return head.split("<|im_start|>user\n")[1].removesuffix("<|im_end|>\n"), prefix
+    return head.split("<|im_start|>user\n")[-1].removesuffix("<|im_end|>\n"), prefix
 
 
 def test_the_13_tasks_have_rulers_names_and_generated_tokens() -> None:
@@ -196,10 +197,17 @@ def test_fwe_answers_are_ranks_two_to_four_of_a_zeta_distribution(sampler: Sampl
     assert ranked[0] == "..." and set(ranked[1:4]) == set(sample.answers)
     assert counts[ranked[3]] > counts[ranked[4]]
     assert all(re.fullmatch(r"[a-z]{6}", word) for word in counts if word != "...")
-    assert len(counts) <= length // 50
     share = [counts[word] / counts["..."] for word in ranked[1:4]]
     assert share == pytest.approx([1 / 4, 1 / 9, 1 / 16], abs=0.02)
     assert len(set(words[:20])) > 1, "the text must be shuffled"
+
+
+@pytest.mark.parametrize(("length", "words"), [(1024, 19), (2000, 39), (4096, 80), (4149, 81), (4150, 82), (300, 5)])
+def test_fwe_has_a_word_for_every_50_tokens_of_the_prompt(sampler: Sampler, length: int, words: int) -> None:
+    """As in NVIDIA's code, which takes the 50 generated tokens off the length first; a huge text holds every rank."""
+    draft = TASKS["fwe"].build(100_000, Random(1), Request(length, 0, Material.of(sampler.tokenizer)))
+    text = draft.question.split("coded words. ")[1].split("\nQuestion:")[0].split(" ")
+    assert len(set(text)) == words and "..." in text
 
 
 @pytest.mark.parametrize("task", ["qa_1", "qa_2"])

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 
 from experiments import report
 from experiments.harness.environment import ROOT
+from experiments.harness.records import RecordError
 from experiments.report import build_report
 from experiments.reporting import figures, paper
 from experiments.reporting.charts import draw_chart
@@ -300,6 +301,21 @@ def test_ruler_has_a_table_for_each_budget_of_its_points(put, rows, tmp_path: Pa
     assert re.findall(r"## ruler: .* budget (\d+),", text(tmp_path, "ruler")) == ["256", "512"]
     assert [[cell.split()[0] for cell in line[2:]] for line in lines(tmp_path, "ruler")] == [["60.0"] * 2, ["70.0"] * 2]
     assert len(axes(tmp_path, "ruler")) == 2
+
+
+def test_ruler_says_which_prompts_were_answered_and_keeps_their_versions_apart(put, rows, tmp_path: Path) -> None:
+    """Rows of older records say nothing of it."""
+    said = {"prompts": "NVIDIA/RULER c3f5, version 2", "differs": "not as in NVIDIA's: essays are Python's manual"}
+    for name, more in (("old", {}), ("new", said)):
+        put("ruler", name, config={"name": name}, rows=[{**row, **more} for row in rows["ruler"]])
+    build_report(tmp_path)
+    markdown = text(tmp_path, "ruler")
+    headings = re.findall("## (ruler.*)", markdown)
+    assert sorted("version 2" in heading for heading in headings) == [False, True]
+    assert markdown.count("not as in NVIDIA's: essays are Python's manual") == 1, "in the caption"
+    assert "differs" not in pd.read_csv(tmp_path / "tables" / "ruler.csv")
+    with pytest.raises(RecordError, match=r"rows\[0\]\.differs' is 7; it must be a text"):
+        put("ruler", "bad", rows=[{**rows["ruler"][0], "differs": 7}])
 
 
 def test_ruler_has_a_table_a_length_and_marks_bootstraps_and_missing_data(put, rows, tmp_path: Path) -> None:
