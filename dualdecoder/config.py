@@ -13,29 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from dualdecoder.errors import ConfigError, require
+from dualdecoder.rope_config import RopeConfig
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding; field meanings as in transformers' ``rope_parameters``."""
-
-    theta: float = 10_000.0
-    kind: str = "default"
-    factor: float = 1.0
-    original_context: int = 8192
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-
-    def __post_init__(self) -> None:
-        require(self.kind in ROPE_KINDS, "rope.kind", self.kind, ", ".join(ROPE_KINDS))
-        require(self.theta > 0, "rope.theta", self.theta, "a positive number")
-        require(self.factor >= 1, "rope.factor", self.factor, "a number of at least 1")
 
 
 @dataclass(frozen=True)
@@ -94,6 +74,7 @@ class ModelConfig:
         """
         require(hf.model_type in ARCHITECTURES, "model_type", hf.model_type, ", ".join(ARCHITECTURES))
         _reject_unsupported(hf)
+        rope = RopeConfig.from_parameters(hf.rope_parameters, hf.max_position_embeddings)
         head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         return cls(
             name=name,
@@ -104,8 +85,8 @@ class ModelConfig:
             kv_heads=hf.num_key_value_heads or hf.num_attention_heads,
             head_dim=head_dim,
             vocabulary=hf.vocab_size,
-            max_context=_max_context(hf),
-            rope=_rope_from_transformers(hf),
+            max_context=_max_context(hf, rope),
+            rope=rope,
             norm_eps=hf.rms_norm_eps,
             qkv_bias=hf.model_type == "qwen2",
             qk_norm=hf.model_type == "qwen3",
@@ -115,30 +96,27 @@ class ModelConfig:
 
 def _reject_unsupported(hf: Any) -> None:
     require(hf.hidden_act == "silu", "hidden_act", hf.hidden_act, "silu")
-    for name in ("attention_bias", "mlp_bias"):
+    # Qwen2's projections always have a bias; its config has no such field, and some files carry one.
+    for name in () if hf.model_type == "qwen2" else ("attention_bias", "mlp_bias"):
         require(not getattr(hf, name, False), name, True, "False")
 
 
-def _max_context(hf: Any) -> int:
+def _max_context(hf: Any, rope: RopeConfig) -> int:
+    context = rope.context(hf.max_position_embeddings)
+    return min(context, _window(hf) or context)
+
+
+def _window(hf: Any) -> int | None:
+    """Tokens of the narrowest sliding attention window; None if every layer attends to everything."""
     window = getattr(hf, "sliding_window", None) if getattr(hf, "use_sliding_window", True) else None
-    return min(hf.max_position_embeddings, window or hf.max_position_embeddings)
-
-
-def _rope_from_transformers(hf: Any) -> RopeConfig:
-    rope = dict(hf.rope_parameters)
-    partial = rope.get("partial_rotary_factor", 1.0)
-    require(partial == 1.0, "rope_parameters.partial_rotary_factor", partial, "1.0")
-    return RopeConfig(
-        theta=rope["rope_theta"],
-        kind=rope.get("rope_type", "default"),
-        factor=rope.get("factor", 1.0),
-        original_context=rope.get("original_max_position_embeddings") or hf.max_position_embeddings,
-        low_freq_factor=rope.get("low_freq_factor", 1.0),
-        high_freq_factor=rope.get("high_freq_factor", 4.0),
-        beta_fast=rope.get("beta_fast") or 32.0,
-        beta_slow=rope.get("beta_slow") or 1.0,
-        attention_factor=rope.get("attention_factor"),
-    )
+    kinds = getattr(hf, "layer_types", None) or []
+    for kind in kinds:
+        require(kind in ("full_attention", "sliding_attention"), "layer_types", kind, "full and sliding_attention")
+    if hf.model_type not in ("qwen2", "qwen3"):  # the others slide in every layer, or in none
+        return window
+    slides = "sliding_attention" in kinds
+    require(window is not None or not slides, "sliding_window", window, "a window for the layers that slide")
+    return window if slides else None
 
 
 @dataclass(frozen=True)

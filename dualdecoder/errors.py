@@ -26,4 +26,15 @@ class ContextError(CapacityError):
 def require(allowed_holds: bool, field: str, value: object, allowed: str) -> None:
     """Raise ``ConfigError`` naming ``field`` unless ``allowed_holds``."""
     if not allowed_holds:
-        raise ConfigError(f"{field}={value!r} is not allowed; allowed: {allowed}")
+        raise ConfigError(f"{field}={shortened(repr(value))} is not allowed; allowed: {allowed}")
+
+
+def one_line(error: BaseException) -> str:
+    """What a foreign exception says, on one line of bounded length."""
+    return shortened(" ".join(str(error).split()) or type(error).__name__)
+
+
+def shortened(text: str, most: int = 300) -> str:
+    """``text``, its middle left out beyond ``most`` characters."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"

@@ -7,6 +7,7 @@ F MLP width, V vocabulary, Q = (H + 2 K) D fused projections.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -192,5 +193,7 @@ def random_decoder(
 
 @cache
 def planned_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that the weights of this shape take, without allocating them."""
-    return random_decoder(config, dtype, "meta").weight_bytes()
+    """Bytes that the weights of this shape take, counted without making a tensor of them."""
+    layer = sum(math.prod(shape) for shape in layer_shapes(config).values() if shape)
+    tables = (1 if config.tied_embeddings else 2) * config.vocabulary * config.width
+    return (config.layers * layer + tables + config.width) * dtype.itemsize
