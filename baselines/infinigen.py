@@ -31,7 +31,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baselines.infinigen_ops import InfiniGenOps, ReferenceOps, skew
+from baselines.infinigen_ops import (
+    InfiniGenOps,
+    ReferenceOps,
+    guessed_scores,
+    skew,
+    top_tokens,
+    wanted_tokens,
+)
 from dualdecoder.buffers import ChunkBuffer
 from dualdecoder.config import MethodConfig
 from dualdecoder.errors import require
@@ -167,6 +174,8 @@ class InfiniGen(KVMethod):
         own = (k_BRKD[:, 0], v_BRKD[:, 0])
         if layer not in self.dense:
             self.prefetch.wait(layer % BUFFERS)
+            if self.observe:
+                self.observe(layer, self._true_set(layer, q_BRHD), self.buffers[layer % BUFFERS].held_BKS)
             partial = (self.skews[layer], self.partials[layer])
             o_BRHD = self.ops.attend(q_BRHD, k_BRKD, v_BRKD, self.buffers[layer % BUFFERS], self.wanted_LB[layer])
             self.ops.append(*own, self.host, layer, partial, self.length_B, self.commit_B)
@@ -177,6 +186,21 @@ class InfiniGen(KVMethod):
         # The layer's buffer is free: for the next dense layer, after the last of them for the next step's first.
         self._load((layer + 1) % len(self.dense))
         return o_BRHD
+
+    def _true_set(self, layer: int, q_BRHD: Tensor) -> Tensor:
+        """The tokens that the layer's own query asks for, chosen as by the guess; a sequence at a time for memory."""
+        query_BKGJ = q_BRHD[:, 0].unflatten(1, (self.model.kv_heads, -1)) @ self.skews[layer]
+        scale, sets = self.model.head_dim**-0.5, []
+        for sequence in range(self.batch):
+            one = slice(sequence, sequence + 1)
+            scores_1KT = guessed_scores(query_BKGJ[one], self.partials[layer][one], self.length_B[one], scale)
+            wanted_1 = wanted_tokens(scores_1KT, self.config.alpha, self.slots)
+            sets.append(top_tokens(scores_1KT, wanted_1, self.slots))
+        return torch.cat(sets)
+
+    def remark(self) -> str:
+        dense = len(self.dense)
+        return f"at most {self.slots} tokens a KV head; all tokens of {dense} layers cross the link in every step"
 
     def _load(self, layer: int) -> None:
         if self.transfers:

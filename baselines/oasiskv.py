@@ -136,15 +136,26 @@ class OasisKV(BlockMethod):
         """Predict this layer's blocks of the next step and fetch the admitted ones, beside the layers to come."""
         resident = self.resident[layer]
         with self.prediction.work():
+            true_BKS = self._true_set(layer, q_BRHD) if self.observe and not self.rewrite else None
             number_BKS, scores_BKN = self.ops.select(q_BRHD[:, 1:], self.layers[layer], self.following_B, self.slots)
             if self.rewrite:
-                _, number_BKS = self.rewrite(layer, number_BKS, number_BKS)
+                true_BKS, number_BKS = self.rewrite(layer, number_BKS, number_BKS)
+            if self.observe:
+                # What row 0 has just attended to is resident until the admission.
+                self.observe(layer, true_BKS, resident.buffer.held_BKS)
             prediction = Prediction(number_BKS, scores_BKN, self.length_B, self.commit_B)
             fetch = self.admission.admit(layer, prediction, resident, self.counts[layer])
             if self.transfers:
                 with self.prefetch.work():
                     self.admission.fetch(self.host, layer, fetch, resident.buffer)
         self.prediction.keep_alive(q_BRHD)
+
+    def _true_set(self, layer: int, q_BRHD: Tensor) -> Tensor:
+        """The blocks that row 0's own query asks for; a copy, for the operations' result does not stay."""
+        return self.ops.select(q_BRHD[:, :1], self.layers[layer], self.chunks_B, self.slots)[0].clone()
+
+    def remark(self) -> str:
+        return f"at most {self.cap} of {self.slots} resident blocks are replaced a step; {self.capabilities.limits}"
 
     def end_step(self) -> None:
         self.prediction.join()

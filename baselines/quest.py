@@ -40,7 +40,12 @@ class Quest(BlockMethod):
     """Pages of all tokens on the device; ``slots`` of them, and the last, are attended to."""
 
     config_class = QuestConfig
-    capabilities = Capabilities(exact=False, recalls=True, offloads=False)
+    capabilities = Capabilities(
+        exact=False,
+        recalls=True,
+        offloads=False,
+        limits="one set of pages a KV head; the original has one a query head",
+    )
     config: QuestConfig
 
     def allocate(self) -> None:
@@ -81,7 +86,11 @@ class Quest(BlockMethod):
         chosen_BKS, _ = self.ops.select(q_BRHD, self.layers[layer], self.chunks_B, self.slots)
         if self.rewrite:
             chosen_BKS, _ = self.rewrite(layer, chosen_BKS, chosen_BKS)
-        return Listed(self.pages[layer], self.ops.slots(chosen_BKS), chosen_BKS)
+        slot_BKS = self.ops.slots(chosen_BKS)
+        if self.observe:
+            # Every page lies in the slot of its number.
+            self.observe(layer, chosen_BKS, chosen_BKS.where(slot_BKS == chosen_BKS, NO_CHUNK))
+        return Listed(self.pages[layer], slot_BKS, chosen_BKS)
 
     def scored_layers(self) -> int:
         return max(0, self.model.layers - self.config.dense_layers)

@@ -222,6 +222,8 @@ class ShadowKV(KVMethod):
         state = part.layers[layer]
         self.link.wait(number)
         self.rebuilding.wait(number)
+        if self.observe:
+            self.observe(layer, chosen_BKS, part.buffers[layer].present(chosen_BKS, slot_BKS))
         o_BRHD = part.ops.attend(q_BRHD, k_BRKD, v_BRKD, state, part.buffers[layer], chosen_BKS, slot_BKS)
         part.ops.append(k_BRKD[:, 0], v_BRKD[:, 0], state, self.commit_B[part.sequences])
         return o_BRHD

@@ -197,7 +197,7 @@ class SpeCache(KVMethod):
 
     config_class = SpeCacheConfig
     capabilities = Capabilities(
-        exact=False, recalls=True, offloads=True, limits="recalls in low bits what row 1 did not foresee"
+        exact=False, recalls=True, offloads=True, dense=True, limits="recalls in low bits what row 1 did not foresee"
     )
     devices = ("cpu", "cuda")
     graphable = True

@@ -57,6 +57,11 @@ class ChunkBuffer:
         """The same memory, of some of the sequences."""
         return ChunkBuffer(self.records_BKSXCD[sequences], self.held_BKS[sequences])
 
+    def present(self, chunk_BKS: Tensor, slot_BKS: Tensor) -> Tensor:
+        """Those of the chunks that their slots hold, or that have no slot (below 0); ``NO_CHUNK`` for the others."""
+        held_BKS = self.held_BKS.gather(-1, slot_BKS.long().clamp(min=0))
+        return chunk_BKS.where((held_BKS == chunk_BKS) | (slot_BKS < 0), NO_CHUNK)
+
     def take(self, slot_BKS: Tensor) -> Tensor:
         """Records of the slots, in the given order."""
         return self.records_BKSXCD.gather(2, _expand(slot_BKS, self.records_BKSXCD))

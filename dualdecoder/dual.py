@@ -124,6 +124,8 @@ class DualDecoder(KVMethod):
         state = self.layers[layer]
         chosen_BKS, predicted_BKS = self._select(layer, q_BRHD)
         slot_BKS = self._bring_in(layer, chosen_BKS, predicted_BKS)
+        if self.observe and self.full_step:
+            self.observe(layer, chosen_BKS, self._buffer.present(chosen_BKS, slot_BKS))
         elsewhere = self.host.records[layer] if self._reads_in_place else None
         o_BRHD = self.ops.attend(q_BRHD, k_BRKD, v_BRKD, state, self._buffer, chosen_BKS, slot_BKS, elsewhere)
         self.ops.commit(k_BRKD[:, 0], v_BRKD[:, 0], state, self.host, layer, self.commit_B, self.flush_B)

@@ -19,7 +19,7 @@ WARMUP_STEPS = 2
 class StepRunner:
     """Runs decode steps of one batch. Steps of the method's full number of rows are replayed from a graph.
 
-    Eager on a CPU, for a method that is not ``graphable``, and for the warm-up.
+    Eager on a CPU, for a method that is not ``graphable``, for the warm-up, and while somebody observes the method.
     """
 
     def __init__(self, model: Decoder, method: KVMethod) -> None:
@@ -31,7 +31,8 @@ class StepRunner:
     def __call__(self, tokens_BR: Tensor, lengths_B: Tensor, commit_B: Tensor) -> Tensor:
         """fp32 logits ``[B, R, V]`` that stay valid after the next step."""
         is_full = tokens_BR.shape[1] == self.method.rows
-        if self.eager or not is_full or self.full_steps < WARMUP_STEPS:
+        # What observes is Python, which a replay would not run and a capture would keep.
+        if self.eager or self.method.observe is not None or not is_full or self.full_steps < WARMUP_STEPS:
             self.full_steps += is_full
             return decode_step(self.model, self.method, tokens_BR, lengths_B, commit_B)
         if self.graph is None:

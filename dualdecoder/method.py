@@ -45,6 +45,11 @@ class PrefillSink(Protocol):
 # selections and for forcing wrong predictions. A method may ask for groups of sequences, one group after the other.
 Rewrite = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
+# (layer, true set of row 0, what its attention has at hand), both unit numbers [B, K, any], int64, ``NO_CHUNK`` for
+# none. A unit is a chunk, a block or a token; the true set is what the method's own scoring picks, within its budget,
+# for row 0's query in that layer, or what ``rewrite`` puts in its place. What is always attended to is in neither.
+Observe = Callable[[int, Tensor, Tensor], None]
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -53,6 +58,7 @@ class Capabilities:
     exact: its attention is dense attention, up to rounding, with any settings.
     recalls: every token of the context can still be attended to; False where tokens are evicted for good.
     offloads: keys or values of the context are kept in host memory.
+    dense: every token is attended to in every step, be it in low bits. What is exact is dense.
     limits: what it cannot do, in a sentence; empty if nothing.
     """
 
@@ -60,6 +66,7 @@ class Capabilities:
     recalls: bool
     offloads: bool
     limits: str = ""
+    dense: bool = False
 
 
 class KVMethod(ABC):
@@ -74,6 +81,8 @@ class KVMethod(ABC):
     decode_capacity: most tokens that can be decoded after a prompt; None for no limit.
     transfers: on a GPU, False switches the link off, only to time a step without it; results are then meaningless.
     rewrite: replaces the sets of a method that selects chunks; None lets them be.
+    observe: told of each layer that selects, in a full step, what should be attended to and what is. A method may do
+        more work for it, so observed steps are neither timed nor replayed from a graph; None in all others.
     copies_layers: whether some transfers are plain copies of a layer's whole KV, which are faster than gathers.
     micro_batches: sequences that go through the layers together. Several take turns: while one waits for its
         transfers, the next computes.
@@ -93,6 +102,7 @@ class KVMethod(ABC):
     decode_capacity: int | None = None
     transfers: bool = True
     rewrite: Rewrite | None = None
+    observe: Observe | None = None
     copies_layers: ClassVar[bool] = False
     micro_batches: tuple[slice, ...] = (slice(None),)
 
@@ -196,6 +206,10 @@ class KVMethod(ABC):
         for layer in range(self.model.layers):
             for sequence in range(self.batch):
                 self.prefill_layer(sequence, layer, q_THD, k_TKD, k_TKD, v_TKD)
+
+    def remark(self) -> str:
+        """What has to be said beside a speed of this instance, in a phrase with its numbers; empty if nothing."""
+        return self.capabilities.limits
 
     def statistics(self) -> dict[str, float]:
         """Counters since the prefill, summed over layers; empty for a method without transfers.

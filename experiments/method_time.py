@@ -2,9 +2,11 @@
 
     python -m experiments.method_time method=full_kv
     python -m experiments.method_time -m context=32768,124928 method=full_kv,full_offload,dualdecoder
+    python -m experiments.method_time -m method=oasiskv,oasiskv_no_cap
 
 Weights and KV are random. A method that selects chunks gets its selection from a seeded process with a given reuse and
 prediction accuracy; its own scoring still runs in full. Where memory is too short for a method, the record says so.
+After the timed steps a few more say what share of the step's true set is attended to (``harness/attended.py``).
 """
 
 import dataclasses
@@ -24,7 +26,7 @@ from experiments.harness.gpu import LinkRate, link_rate, measured_rates, require
 from experiments.harness.points import run_point
 from experiments.harness.rows import ROW_FIELDS
 from experiments.harness.steps import EXTRA_STEPS, Steps, model_of, step_floors, time_steps
-from experiments.harness.workload import require_positive
+from experiments.harness.workload import method_setting, require_positive
 from experiments.reporting.terminal import show_point
 
 OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, CapacityError)
@@ -71,6 +73,8 @@ def measure_on(cfg: DictConfig, device: str, copy_rate: float, link: LinkRate | 
         "rows_per_step": method.rows,
         "graph": steps.graph,
         "attended_tokens": getattr(config, "attended_tokens", None),
+        **steps.attended.columns(),
+        "remark": method.remark(),
         "selection": selection,
         "host_kv": _sharing(cfg, config, method),
         "capabilities": dataclasses.asdict(method.capabilities),
@@ -99,10 +103,9 @@ def settings_of(cfg: DictConfig) -> MethodConfig:
 
 
 def _keys(cfg: DictConfig) -> dict[str, Any]:
-    names = {"model": cfg.model.name, "dtype": cfg.model.dtype, "method": cfg.method.name}
-    # A plain dict: asked for a key it lacks, OmegaConf raises and keeps the caller's locals, the method among them.
-    options = OmegaConf.to_container(cfg.method.options, resolve=True)
-    return {**names, "context": cfg.context, "batch": cfg.batch, "budget": options.get("budget")}
+    setting = method_setting(cfg)
+    names = {"model": cfg.model.name, "dtype": cfg.model.dtype, "method": setting["label"]}
+    return {**names, "context": cfg.context, "batch": cfg.batch, "budget": setting["options"].get("budget")}
 
 
 def _filled(cfg: DictConfig, model: Decoder, config: MethodConfig, device: str) -> KVMethod:
@@ -123,8 +126,9 @@ def _replay(cfg: DictConfig, method: KVMethod) -> str:
     """Let the seeded process select for a method that selects chunks; says what selects."""
     if not (hasattr(method, "slots") and hasattr(method, "chunks_B")):
         return "its own"
-    replay_selection(method, ReplayConfig(cfg.reuse, cfg.accuracy, cfg.seed))
-    return f"synthetic(reuse={cfg.reuse}, accuracy={cfg.accuracy}, seed={cfg.seed})"
+    accuracy = method_setting(cfg).get("replay_accuracy", cfg.accuracy)
+    replay_selection(method, ReplayConfig(cfg.reuse, accuracy, cfg.seed))
+    return f"synthetic(reuse={cfg.reuse}, accuracy={accuracy}, seed={cfg.seed})"
 
 
 def _sharing(cfg: DictConfig, config: MethodConfig, method: KVMethod) -> str:

@@ -88,6 +88,7 @@ def _row(
         "budget": cfg.budget,
         "selection": f"synthetic(reuse={cfg.reuse}, accuracy={cfg.accuracy}, seed={cfg.seed})",
         "host_kv": f"aliased({len(method.host.records[0])})",
+        **steps.attended.columns(),
         "step_ms": steps.step_ms,
         "median_ms": steps.median_ms,
         "tokens_per_s": cfg.batch / steps.median_ms * 1e3,

@@ -6,16 +6,17 @@
 On a CPU this times the PyTorch reference: it shows that the harness works, never how fast a GPU is.
 """
 
+from itertools import islice
 from statistics import median
 from typing import Any
 
 import hydra
 from omegaconf import DictConfig
 
-from dualdecoder.engine import Engine
-from dualdecoder.method import KVMethod
+from dualdecoder.engine import Run
+from experiments.harness.attended import OBSERVED_STEPS, attended_share
 from experiments.harness.points import run_point
-from experiments.harness.workload import engine_for, manual_prompt, progress, require_positive
+from experiments.harness.workload import engine_for, manual_prompt, method_setting, progress, require_positive
 from experiments.reporting.terminal import show_point
 
 
@@ -30,13 +31,14 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     require_positive(cfg, "context", "batch", "warmup", "steps")
     engine = engine_for(cfg.model, cfg.method.name, cfg.method.options)
     prompts = [manual_prompt(engine, cfg.context, offset=b * cfg.context) for b in range(cfg.batch)]
-    method, prefill_s, step_ms, before = _decode(engine, prompts, cfg)
-    moved = {key: (value - before.get(key, 0)) / cfg.steps for key, value in method.statistics().items()}
+    run = engine.start(prompts, cfg.warmup + cfg.steps + OBSERVED_STEPS + 1)
+    step_ms, moved = _decode(run, cfg)
+    method, attended = run.method, attended_share(run.method, lambda: next(run.steps))
     plan = method.ledger.plan()
     return [
         {
             "model": cfg.model.name,
-            "method": cfg.method.name,
+            "method": method_setting(cfg)["label"],
             "context": cfg.context,
             "batch": cfg.batch,
             "rows_per_step": method.rows,
@@ -44,8 +46,10 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
             "dtype": cfg.model.dtype,
             "steps": cfg.steps,
             "step_ms": step_ms,
-            "prefill_s": prefill_s,
+            "prefill_s": run.prefill_s,
             "tokens_per_s": cfg.batch / median(step_ms) * 1e3,
+            **attended.columns(),
+            "remark": method.remark(),
             "hit_rate": moved["hit"] / moved["selected"] if "hit" in moved else None,
             "urgent_bytes_per_step": moved.get("urgent_bytes", 0.0),
             "prefetched_bytes_per_step": moved.get("prefetched_bytes", 0.0),
@@ -55,18 +59,17 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     ]
 
 
-def _decode(
-    engine: Engine, prompts: list[list[int]], cfg: DictConfig
-) -> tuple[KVMethod, float, list[float], dict[str, float]]:
-    """The method after the run, prefill seconds, measured step times, and the counters when the warm-up ended."""
-    run = engine.start(prompts, cfg.warmup + cfg.steps + 1)
+def _decode(run: Run, cfg: DictConfig) -> tuple[list[float], dict[str, float]]:
+    """Times of the measured steps, and how much each counter grew a step in them."""
     step_ms: list[float] = []
-    for number, step in enumerate(progress(run.steps, "throughput", total=cfg.warmup + cfg.steps), start=1):
+    total = cfg.warmup + cfg.steps
+    for number, step in enumerate(progress(islice(run.steps, total), "throughput", total=total), start=1):
         if number > cfg.warmup:
             step_ms.append(step.seconds * 1e3)
         elif number == cfg.warmup:
             before = run.method.statistics()
-    return run.method, run.prefill_s, step_ms, before
+    moved = {key: (value - before.get(key, 0)) / cfg.steps for key, value in run.method.statistics().items()}
+    return step_ms, moved
 
 
 if __name__ == "__main__":

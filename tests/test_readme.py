@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dualdecoder.method import REGISTRY
 from experiments.reporting.readme import with_tables
@@ -73,7 +74,9 @@ def test_tables_are_those_of_the_committed_records() -> None:
 
 
 def test_every_method_has_a_config() -> None:
-    assert {path.stem for path in (ROOT / "conf/method").glob("*.yaml")} == set(REGISTRY)
+    files = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "conf/method").glob("*.yaml")}
+    assert {stem for stem, content in files.items() if "label" not in content} == set(REGISTRY)
+    assert all(content.get("label", content["name"]) == stem for stem, content in files.items())
 
 
 def test_only_marked_blocks_are_replaced(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What a row of each experiment's tables, and an environment, must hold: the contract of measurement and report."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -11,6 +11,8 @@ class Kind:
 
     words: str
     accepts: Callable[[Any], bool]
+    # Whether a row may lack it: what older records do not have.
+    late: bool = False
 
 
 def _is_number(value: Any) -> bool:
@@ -40,6 +42,10 @@ def _optional(kind: Kind) -> Kind:
     return Kind(f"{kind.words} or null", lambda value: value is None or kind.accepts(value))
 
 
+def _late(kind: Kind) -> Kind:
+    return replace(kind, late=True)
+
+
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 NUMBER = Kind("a number", _is_number)
 NUMBERS = Kind("a list of one or more numbers", _is_numbers)
@@ -51,6 +57,8 @@ FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 CAPABILITIES = Kind("what a method can promise, by name", lambda value: isinstance(value, dict))
 SCOPE = Kind("all, layer or step", lambda value: value in ("all", "layer", "step"))
 
+# What every row of a speed table says about the work behind it (experiments/harness/attended.py).
+_WORK = {"attended_share": _late(_optional(FRACTION)), "attended_share_basis": _late(_optional(TEXT))}
 ROW_FIELDS: dict[str, dict[str, Kind]] = {
     "throughput": {
         "model": TEXT,
@@ -65,6 +73,8 @@ ROW_FIELDS: dict[str, dict[str, Kind]] = {
         "prefill_s": NUMBER,
         "tokens_per_s": NUMBER,
         "hit_rate": _optional(FRACTION),
+        **_WORK,
+        "remark": _late(TEXT),
         "urgent_bytes_per_step": NUMBER,
         "prefetched_bytes_per_step": NUMBER,
         "kv_gpu_bytes": NUMBER,
@@ -139,6 +149,7 @@ ROW_FIELDS: dict[str, dict[str, Kind]] = {
         **dict.fromkeys(("copy_rate", "link_rate", "gather_rate", "allocated_bytes", "ledger_bytes"), NUMBER),
         "step_ms": NUMBERS,
         "hit_rate": FRACTION,
+        **_WORK,
         "gpu": BYTES,
     },
     "method_time": {
@@ -150,6 +161,8 @@ ROW_FIELDS: dict[str, dict[str, Kind]] = {
         **dict.fromkeys(("compute_ms", "link_bytes", "urgent_bytes", "prefetched_bytes"), _optional(NUMBER)),
         **dict.fromkeys(("hbm_bytes", "copy_rate", "link_rate", "hbm_floor_ms", "link_floor_ms"), _optional(NUMBER)),
         "efficiency": _optional(NUMBER),
+        **_WORK,
+        "remark": _late(_optional(TEXT)),
         "graph": _optional(FLAG),
         "hit_rate": _optional(FRACTION),
         "step_ms": _optional(NUMBERS),
@@ -208,6 +221,8 @@ def row_problem(experiment: str, rows: list[Any]) -> tuple[str, str] | None:
 
 def _problem(where: str, values: dict[str, Any], kinds: dict[str, Kind]) -> tuple[str, str] | None:
     for name, kind in kinds.items():
+        if name not in values and kind.late:
+            continue
         if name not in values:
             return f"{where}.{name}", f"is missing; it must be {kind.words}"
         if not kind.accepts(values[name]):

@@ -15,19 +15,24 @@ from dualdecoder.config import dtype_from_name
 from dualdecoder.graphs import WARMUP_STEPS, StepRunner
 from dualdecoder.method import KVMethod
 from dualdecoder.model import Decoder
+from experiments.harness.attended import OBSERVED_STEPS, AttendedShare, attended_share
 from experiments.harness.memory import keep_last
 
-# Steps that decode beside the warm-up and the measured ones: those before the capture, and one to spare.
-EXTRA_STEPS = WARMUP_STEPS + 1
+# Steps beside the warm-up and the measured ones: those before the capture, those observed, and one to spare.
+EXTRA_STEPS = WARMUP_STEPS + OBSERVED_STEPS + 1
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Milliseconds of each step, and each counter's growth per step; ``graph``: replayed from a CUDA graph."""
+    """Milliseconds of each step, and each counter's growth per step; ``graph``: replayed from a CUDA graph.
+
+    attended: what share of the true set steps like these attend to.
+    """
 
     step_ms: list[float]
     grown: dict[str, float]
     graph: bool
+    attended: AttendedShare
 
     @property
     def median_ms(self) -> float:
@@ -79,6 +84,7 @@ def time_steps(model: Decoder, method: KVMethod, warmup: int, steps: int) -> Ste
     """Take ``WARMUP_STEPS + warmup`` full steps, then time ``steps`` of them: by CUDA events, or by the clock on a CPU.
 
     Every step commits one token of every sequence. All run at the same position, which costs what any other costs.
+    After the timed steps come ``OBSERVED_STEPS`` that are not timed.
     """
     run = StepRunner(model, method)
     tokens_BR = torch.randint(model.config.vocabulary, (method.batch, method.rows), device=model.device)
@@ -94,7 +100,7 @@ def time_steps(model: Decoder, method: KVMethod, warmup: int, steps: int) -> Ste
     step_ms = (_gpu_times if model.device.type == "cuda" else _cpu_times)(step, steps)
     after = method.statistics()
     grown = {name: (after[name] - before[name]) / steps for name in after}
-    return Steps(step_ms, grown, run.graph is not None)
+    return Steps(step_ms, grown, run.graph is not None, attended_share(method, step))
 
 
 def _gpu_times(step: Callable[[], None], count: int) -> list[float]:

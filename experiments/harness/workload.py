@@ -50,6 +50,15 @@ def with_methods(cfg: DictConfig) -> DictConfig:
     return with_value(cfg, "methods", found)
 
 
+def method_setting(cfg: DictConfig) -> dict[str, Any]:
+    """The group ``method`` as a plain dict; ``label`` is what tables call it, which a second setting of a method has.
+
+    Plain, for asked for a key it lacks, OmegaConf raises and keeps the caller's locals, a method's memory among them.
+    """
+    setting = OmegaConf.to_container(cfg.method, resolve=True)
+    return {"label": setting["name"], **setting}
+
+
 def with_value(cfg: DictConfig, field: str, value: Any) -> DictConfig:
     """A copy of ``cfg`` with another value in a field; what refers to the field follows it."""
     changed = copy.deepcopy(cfg)

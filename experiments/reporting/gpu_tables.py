@@ -1,6 +1,10 @@
 """The tables of the GPU experiments: whole steps, single kernels, prefill. Frames of records to frames of texts."""
 
+from typing import Any
+
 import pandas as pd
+
+from experiments.harness.attended import is_equal_work
 
 GB = 1e9
 PLACES = ("gpu", "host")
@@ -18,6 +22,41 @@ def step_numbers(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.drop(columns=["step_ms", "gpu"]).sort_values(["context", "batch"], kind="stable").reset_index(drop=True)
 
 
+def known_share(row: dict[str, Any]) -> float | None:
+    """The share of its true set that a row of a speed table attended to; None where it is not known.
+
+    Older records do not have it; only for a method with exact attention it is known without.
+    """
+    share = row.get("attended_share")
+    if share is not None and not pd.isna(share):
+        return share
+    can = row.get("capabilities")
+    return 1.0 if isinstance(can, dict) and can.get("exact") else None
+
+
+def work_texts(table: pd.DataFrame) -> dict[str, list[str]]:
+    """Two columns: the share of the true set, and whether that is equal work; a dash where a record says nothing."""
+    rows = table.to_dict("records")
+    shares = [known_share({**row, "capabilities": {"exact": row.get("exact") is True}}) for row in rows]
+    bases = [row.get("attended_share_basis") for row in rows]
+    return {
+        "of true set %": [_share_text(share, basis) for share, basis in zip(shares, bases, strict=True)],
+        "equal work": [_work_text(share, basis) for share, basis in zip(shares, bases, strict=True)],
+    }
+
+
+def _share_text(share: float | None, basis: Any) -> str:
+    if share is not None:
+        return f"{100 * share:.1f}"
+    return "unknown" if isinstance(basis, str) else "-"
+
+
+def _work_text(share: float | None, basis: Any) -> str:
+    if share is None:
+        return "unknown" if isinstance(basis, str) else "-"
+    return "yes" if is_equal_work(share) else "NO"
+
+
 def step_texts(table: pd.DataFrame) -> pd.DataFrame:
     """One line a batch and variant."""
     return pd.DataFrame(
@@ -31,6 +70,7 @@ def step_texts(table: pd.DataFrame) -> pd.DataFrame:
             "exposed ms": _texts(table["exposed_ms"], "{:.2f}"),
             "overlap": _texts(table["overlap_efficiency"], "{:.3f}"),
             "hit %": _texts(100 * table["hit_rate"], "{:.1f}"),
+            **work_texts(table),
             "method GB": _texts(table["allocated_bytes"] / GB, "{:.2f}"),
         }
     )
@@ -53,6 +93,7 @@ def method_texts(table: pd.DataFrame) -> pd.DataFrame:
             "method": table["method"],
             "batch": _texts(table["batch"], "{:.0f}"),
             "attended": _texts(table["attended_tokens"], "{:.0f}"),
+            **work_texts(table),
             "ms": _texts(table["median_ms"], "{:.2f}"),
             "tok/s": _texts(table["tokens_per_s"], "{:.0f}"),
             "HBM floor ms": _texts(table["hbm_floor_ms"], "{:.2f}"),
@@ -67,8 +108,15 @@ def method_texts(table: pd.DataFrame) -> pd.DataFrame:
             "selection": [text.partition("(")[0] if isinstance(text, str) else "-" for text in table["selection"]],
             "host_kv": [text if isinstance(text, str) else "-" for text in table["host_kv"]],
             "outcome": table["outcome"],
+            "remark": remarks(table),
         }
     )
+
+
+def remarks(table: pd.DataFrame) -> list[str]:
+    """What each method has to say beside its speed; a dash for nothing."""
+    said = table["remark"] if "remark" in table else [None] * len(table)
+    return [text if isinstance(text, str) and text else "-" for text in said]
 
 
 def attention_texts(table: pd.DataFrame) -> pd.DataFrame:

@@ -17,8 +17,10 @@ from experiments.reporting.gpu_tables import (
     method_numbers,
     method_texts,
     prefill_texts,
+    remarks,
     step_numbers,
     step_texts,
+    work_texts,
 )
 from experiments.reporting.quality_tables import (
     RULER_UNIT,
@@ -113,10 +115,12 @@ def _throughput_texts(table: pd.DataFrame) -> pd.DataFrame:
             "method": table["method"],
             "tok/s": fixed(table["tokens_per_s"], 1),
             "step ms, median (p10-p90)": [f"{m} ({a}-{b})" for m, a, b in zip(middle, low, high, strict=True)],
+            **work_texts(table),
             "hit rate %": percent(table["hit_rate"]),
             "urgent MiB/step": fixed(table["urgent_bytes_per_step"], 2, MIB),
             "prefetched MiB/step": fixed(table["prefetched_bytes_per_step"], 2, MIB),
             "KV on GPU GiB": fixed(table["kv_gpu_bytes"], 2, GIB),
+            "remark": remarks(table),
         }
     )
 

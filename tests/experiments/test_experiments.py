@@ -63,7 +63,7 @@ def test_every_model_config_composes(experiment: str, model: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_config_is_valid(experiment: str, method: str) -> None:
     cfg = config(experiment, f"method={method}")
-    assert cfg.method.name == method
+    assert cfg.method.get("label", cfg.method.name) == method
     method_config(cfg.method.name, OmegaConf.to_container(cfg.method.options, resolve=True))
 
 
