@@ -60,6 +60,8 @@ class ModelConfig:
             f"a multiple of {self.kv_heads}",
         )
         require(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, "an even number")
+        factors, pairs = self.rope.pair_factors, self.head_dim // 2 if self.rope.kind == "longrope" else 0
+        require(len(factors) == pairs, "rope.pair_factors", factors, f"{pairs} numbers (kind {self.rope.kind})")
 
     @property
     def group(self) -> int:

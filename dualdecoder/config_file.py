@@ -141,7 +141,10 @@ def _standardised(entries: Mapping[str, Any]) -> Any:
 
     chosen = {name: value for name, value in entries.items() if name in RULES}
     try:
-        return AutoConfig.for_model(entries["model_type"], **json.loads(json.dumps(chosen)))
+        config = AutoConfig.for_model(entries["model_type"], **json.loads(json.dumps(chosen)))
+        # As its models do before they rotate: only now it knows an original length beside the rope entries.
+        config.standardize_rope_params()
+        return config
     # Its checks raise exceptions of many kinds, none of them a UserError.
     except Exception as error:
         raise ConfigError(f"not a {entries['model_type']} config: {one_line(error)}") from error

@@ -15,7 +15,7 @@ import numpy as np
 
 from dualdecoder.config import ModelConfig
 from dualdecoder.config_file import model_config
-from dualdecoder.decoder_weights import HEAD, require_tensors, tensor_shapes
+from dualdecoder.decoder_weights import EMBEDDING, FINAL_NORM, HEAD, require_tensors, tensor_shapes
 from dualdecoder.errors import CheckpointError, one_line, shortened
 from dualdecoder.gguf_metadata import config_entries
 
@@ -23,8 +23,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ENDS = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
+    "token_embd.weight": EMBEDDING,
+    "output_norm.weight": FINAL_NORM,
     "output.weight": HEAD,
 }
 _PARTS = {
@@ -93,9 +93,10 @@ def read_gguf(path: Path) -> GgufModel:
     _check_split(readers, path)
     stored = _by_name(readers, path)
     factors = stored.pop(ROPE_FACTORS, None)
-    table = stored.get("model.embed_tokens.weight")
-    rows = _shape(table)[0] if table is not None else None
-    entries = config_entries(fields, path.name, rows, HEAD not in stored, None if factors is None else _plain(factors))
+    if EMBEDDING not in stored:
+        raise CheckpointError(f"{path.name}: tensor 'token_embd.weight' is missing")
+    rows, plain = _shape(stored[EMBEDDING])[0], None if factors is None else _plain(factors)
+    entries = config_entries(fields, path.name, rows, HEAD not in stored, plain)
     config = model_config(entries, path.name, path.stem)
     needed = tensor_shapes(config, not config.tied_embeddings)
     require_tensors(path.name, needed, stored, lambda name: _shape(stored[name]))
@@ -125,17 +126,15 @@ def _metadata(reader: Any, path: Path) -> dict[str, Any]:
 
 
 def _check_split(readers: list[Any], path: Path) -> None:
-    numbers = {"split.no": 0, "split.count": 1, "split.tensors.count": None}
     for number, reader in enumerate(readers):
-        no, count, tensors = (_scalar(reader, key, default) for key, default in numbers.items())
+        no, count = _scalar(reader, "split.no", 0), _scalar(reader, "split.count", 1)
         if (no, count) != (number, len(readers)):
-            held = f"part {no + 1} of {count}" if isinstance(no, int) else "another part"
-            raise CheckpointError(
-                f"{path.name}: file {number + 1} of {len(readers)} by its name is {held} by its content"
-            )
-        total = sum(len(r.tensors) for r in readers)
-        if tensors is not None and tensors != total:
-            raise CheckpointError(f"{path.name}: split.tensors.count={tensors}, and the files hold {total} tensors")
+            said = f"part {shortened(repr(no), 20)} of {shortened(repr(count), 20)}, counted from 0"
+            raise CheckpointError(f"{path.name}: part {number} of {len(readers)} by its name is {said}, by its content")
+    total = sum(len(reader.tensors) for reader in readers)
+    stated = _scalar(readers[0], "split.tensors.count", total)
+    if stated != total:
+        raise CheckpointError(f"{path.name}: split.tensors.count={stated!r}, and the files hold {total} tensors")
 
 
 def _scalar(reader: Any, key: str, default: Any) -> Any:

@@ -38,7 +38,7 @@ _NEUTRAL = {
 
 
 def config_entries(
-    fields: dict[str, Any], where: str, vocabulary: int | None, tied: bool, rope_factors: list[float] | None
+    fields: dict[str, Any], where: str, vocabulary: int, tied: bool, rope_factors: list[float] | None
 ) -> dict[str, Any]:
     """Entries of the config.json that GGUF metadata ``fields`` amount to.
 

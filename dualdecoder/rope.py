@@ -11,15 +11,11 @@ import math
 import torch
 from torch import Tensor
 
-from dualdecoder.errors import require
 from dualdecoder.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Angle per position of each pair, fp32 ``[D/2]``, and the factor by which cos and sin are scaled.
-
-    Raises ``ConfigError`` if there are per-pair factors, and not D/2 of them.
-    """
+    """Angle per position of each pair, fp32 ``[D/2]``, and the factor by which cos and sin are scaled."""
     exponent_P = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     base_P = 1.0 / float(rope.theta) ** exponent_P
     return _scaled(rope, base_P, head_dim), rope.scale
@@ -33,8 +29,6 @@ def _scaled(rope: RopeConfig, base_P: Tensor, head_dim: int) -> Tensor:
     if rope.kind == "yarn":
         return _yarn(rope, base_P, head_dim)
     if rope.kind == "longrope":
-        pairs = head_dim // 2
-        require(len(rope.pair_factors) == pairs, "rope.pair_factors", rope.pair_factors, f"{pairs} numbers")
         return base_P / torch.tensor(rope.pair_factors, dtype=torch.float32)
     return base_P
 

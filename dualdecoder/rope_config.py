@@ -136,6 +136,9 @@ class RopeConfig:
 
 def _entries(parameters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The kind and its entries that are not null, none unknown and none missing."""
+    for name, value in parameters.items():
+        nested = isinstance(value, dict)
+        require(not nested, f"rope_parameters[{shortened(repr(name), 80)}]", value, "one set of entries for all layers")
     kind = parameters.get("rope_type")
     require(isinstance(kind, str) and kind in KEYS, "rope_parameters.rope_type", kind, ", ".join(ROPE_KINDS))
     given = {name: value for name, value in parameters.items() if value is not None}
@@ -150,7 +153,7 @@ def _entries(parameters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     require(kind != "yarn" or "factor" in parameters, "rope_parameters.factor", None, "a number, or null for the ratio")
     for name in ("rope_theta", *NEEDED[kind]):
         require(name in given, f"rope_parameters.{name}", None, f"a value, which rope_type={kind} needs")
-    partial = given.get("partial_rotary_factor", 1.0)
+    partial = parameters.get("partial_rotary_factor", 1.0)
     require(partial == 1.0, "rope_parameters.partial_rotary_factor", partial, "1.0")
     return kind, given
 
