@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dualdecoder.finite import finite_rows, require_finite
 from dualdecoder.graphs import StepRunner
 from dualdecoder.method import KVMethod
 from dualdecoder.model import Decoder
@@ -51,7 +52,8 @@ def decode(
     """Decode without end, one token a sequence and step, until every sequence has produced a stop token.
 
     ``first_token_B`` is the token after each prompt, ``length_B`` the prompt lengths. The caller stops iterating when
-    it has enough. ``speculator`` is needed for a method with two rows.
+    it has enough. ``speculator`` is needed for a method with two rows. Raises ``NotFiniteError`` for a sequence whose
+    logits are not finite, whoever chooses the tokens.
     """
     loop = _Loop(model, method, choose, speculator, first_token_B, length_B)
     loop.active_B &= torch.tensor([t not in stop_ids for t in first_token_B])
@@ -96,13 +98,18 @@ class _Loop:
         active_B = self.active_B.to(self.model.device)
         logits_BRV = self.step(torch.stack(rows, dim=1), self.length_B, active_B)
         chosen_BR = self.choose(logits_BRV, self.length_B)
-        token_B, guessed = chosen_BR[:, 0], self._compare(chosen_BR[:, 0])
+        # Before the next guess is asked for: it replaces the one that these tokens are compared with.
+        tokens, guessed = self._on_host(chosen_BR[:, 0], logits_BRV[:, 0])
         if self.speculator is not None:
-            self.guess_B = self.speculator.following(token_B, chosen_BR[:, 1], active_B)
+            self.guess_B = self.speculator.following(chosen_BR[:, 0], chosen_BR[:, 1], active_B)
         self.length_B = self.length_B + active_B
-        self.token_B = token_B
-        tokens = token_B.tolist()
+        self.token_B = chosen_BR[:, 0]
         return DecodeStep(tokens, self.active_B.tolist(), logits_BRV[:, 0], guessed, time.perf_counter() - self.begin)
 
-    def _compare(self, token_B: Tensor) -> list[bool] | None:
-        return None if self.guess_B is None else (token_B == self.guess_B).tolist()
+    def _on_host(self, token_B: Tensor, logits_BV: Tensor) -> tuple[list[int], list[bool] | None]:
+        """The tokens, and whether each was guessed. All that the host asks of a step comes in one transfer."""
+        right_B = torch.zeros_like(token_B) if self.guess_B is None else token_B == self.guess_B
+        facts = [fact_B.to(token_B.dtype) for fact_B in (token_B, finite_rows(logits_BV), right_B)]
+        tokens, finite, right = torch.stack(facts).tolist()
+        require_finite(finite, self.model.dtype, self.active_B.tolist())
+        return tokens, None if self.guess_B is None else [bool(one) for one in right]

@@ -20,6 +20,7 @@ from dualdecoder.config import MethodConfig, SamplingConfig, dtype_from_name
 from dualdecoder.decode import ChooseTokens, DecodeStep, decode
 from dualdecoder.draft import DraftSpeculator
 from dualdecoder.errors import ConfigError, ContextError, require
+from dualdecoder.finite import finite_rows, not_finite, require_finite
 from dualdecoder.ledger import MemoryPlan
 from dualdecoder.method import KVMethod, method_class, method_config
 from dualdecoder.model import Decoder
@@ -238,12 +239,20 @@ class Engine:
         self._load_draft(method)
         begin = time.perf_counter()
         speculator = self._speculator(method, prompts, sampling)
-        logits_BV = torch.stack([fill(method, sequence) for sequence in range(len(prompts))])
+        logits_BV = torch.stack([self._fill(fill, method, sequence) for sequence in range(len(prompts))])
         prefill_s = time.perf_counter() - begin
+        require_finite(finite_rows(logits_BV).tolist(), self.model.dtype)
         choose = choose or Sampler(sampling)
         first = choose(logits_BV[:, None], torch.tensor(lengths) - 1)[:, 0].tolist()
         steps = decode(self.model, method, first, lengths, choose, speculator, frozenset(stop_ids))
         return Run(method, first, islice(steps, max_new_tokens - 1), prefill_s)
+
+    def _fill(self, fill: Callable[[KVMethod, int], Tensor], method: KVMethod, sequence: int) -> Tensor:
+        try:
+            return fill(method, sequence)
+        except torch.linalg.LinAlgError as error:
+            # Nothing else makes the decompositions of a method's prefill fail.
+            raise not_finite(sequence, "the prompt's queries or keys", self.model.dtype) from error
 
     def _allocate(self, batch: int, context: int) -> KVMethod:
         chosen = method_class(self.method_name)

@@ -23,6 +23,10 @@ class ContextError(CapacityError):
     """A request needs more tokens than a model or a method takes: more memory would not help."""
 
 
+class NotFiniteError(UserError):
+    """A model's numbers overflow or are no numbers, in the dtype it runs in."""
+
+
 def require(allowed_holds: bool, field: str, value: object, allowed: str) -> None:
     """Raise ``ConfigError`` naming ``field`` unless ``allowed_holds``."""
     if not allowed_holds:

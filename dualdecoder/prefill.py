@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dualdecoder.finite import finite_rows, require_finite
 from dualdecoder.method import KVMethod, PrefillSink
 from dualdecoder.model import Decoder, Projections
 
@@ -56,10 +57,12 @@ class PrefillSnapshot:
 
     @classmethod
     def take(cls, model: Decoder, token_ids: Sequence[int]) -> PrefillSnapshot:
-        """Prefill once and keep everything."""
+        """Prefill once and keep everything. Raises ``NotFiniteError`` if the logits are not finite."""
         layers: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         hidden_TE = prefill(model, token_ids, lambda _, *tensors: layers.append(tensors))
-        return cls(list(token_ids), last_logits(model, hidden_TE), layers)
+        logits_V = last_logits(model, hidden_TE)
+        require_finite(finite_rows(logits_V[None]).tolist(), model.dtype)
+        return cls(list(token_ids), logits_V, layers)
 
     def replay(self, method: KVMethod, sequence: int) -> Tensor:
         """Hand all layers to ``method`` as its sequence number ``sequence``; returns the logits ``[V]``."""

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from dualdecoder.config import SamplingConfig
 
+# Below it sampling is greedy. So small a divisor leaves a single token any chance, and soon is 0 in fp32.
+LEAST_TEMPERATURE = 1e-5
+
 
 class Sampler:
     """Greedy or seeded sampling by the Gumbel-max trick.
@@ -25,7 +28,7 @@ class Sampler:
 
     def __call__(self, logits_BRV: Tensor, position_B: Tensor) -> Tensor:
         """Tokens ``[B, R]`` that follow rows at ``position_B + 0, 1``."""
-        if self.config.temperature == 0:
+        if self.config.temperature < LEAST_TEMPERATURE:
             return logits_BRV.argmax(dim=-1)
         noise_BRV = torch.stack(
             [
@@ -33,7 +36,9 @@ class Sampler:
                 for b, p in enumerate(position_B.tolist())
             ]
         )
-        return (self._cut(logits_BRV / self.config.temperature) + noise_BRV).argmax(dim=-1)
+        # Only differences count; taken from the best, their quotients overflow to "never" and not to "always".
+        behind_BRV = logits_BRV - logits_BRV.amax(dim=-1, keepdim=True)
+        return (self._cut(behind_BRV / self.config.temperature) + noise_BRV).argmax(dim=-1)
 
     def _noise(self, sequence: int, position: int, logits: Tensor) -> Tensor:
         # Python hashes a tuple of integers to the same number in every process.
@@ -46,7 +51,8 @@ class Sampler:
         if self.config.top_k is not None:
             kth = logits.topk(min(self.config.top_k, logits.shape[-1]), dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < kth, -torch.inf)
-        if self.config.top_p is not None:
+        # At 1 nothing is to be cut, though the cumulative sum may round to more than the whole.
+        if self.config.top_p is not None and self.config.top_p < 1:
             logits = self._cut_tail(logits, self.config.top_p)
         return logits
 

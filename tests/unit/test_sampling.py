@@ -1,6 +1,9 @@
 """Sampling: distribution, cuts, seeds, and noise shared by speculated and real rows."""
 
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dualdecoder.config import SamplingConfig
 from dualdecoder.engine import Engine
@@ -30,6 +33,30 @@ def test_cuts() -> None:
     # Shares at temperature 1 are 0.50 and 0.45 for the best two: 0.6 needs both, 0.4 one.
     assert set(draws(SamplingConfig(temperature=1.0, top_p=0.6), logits, 300).tolist()) == {1, 2}
     assert set(draws(SamplingConfig(temperature=1.0, top_p=0.4), logits, 300).tolist()) == {1}
+
+
+@given(st.floats(5e-324, 1e-5, exclude_max=True), st.sampled_from([1e-30, 1.0, 1e4, 3e38]), st.integers(0, 99))
+def test_a_degenerate_temperature_is_greedy(temperature: float, scale: float, seed: int) -> None:
+    logits = torch.rand(2, 1, 50, generator=torch.Generator().manual_seed(seed)) * scale
+    for cut in ({}, {"top_k": 5}, {"top_p": 0.9}):
+        chosen = Sampler(SamplingConfig(temperature, seed=seed, **cut))(logits, torch.tensor([3, 4]))
+        assert torch.equal(chosen, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-3, 1.0])
+def test_huge_logits_do_not_overflow(temperature: float) -> None:
+    logits = torch.tensor([3.0e38, 3.1e38, -3.0e38])
+    assert set(draws(SamplingConfig(temperature, top_p=0.9), logits, 50).tolist()) == {1}
+
+
+def test_a_huge_temperature_is_uniform() -> None:
+    assert set(draws(SamplingConfig(1e300), torch.tensor([30.0, 0.0, -30.0]), 100).tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 1.0}, {"top_p": 1}, {"top_k": 50_000}, {"top_k": 10**30}])
+def test_cuts_that_keep_all(cut: dict) -> None:
+    logits = 2 * torch.randn(1, 1, 49152, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(Sampler(SamplingConfig(1.0, **cut))._cut(logits), logits)
 
 
 def test_row_1_draws_as_row_0_does_one_step_later() -> None:
