@@ -33,10 +33,10 @@ notebooks: $(STAMP) ## Execute every notebook and check that it is committed wit
 	$(PYTHON) -m experiments.notebooks $(ARGS)
 
 test: lint types ## Check style and types, and run the tests
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 coverage: $(STAMP) ## Run the tests and report which lines they reach
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report=term:skip-covered $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term:skip-covered $(ARGS)
 
 lint: $(STAMP) ## Check style and formatting without changing a file
 	$(PYTHON) -m ruff check .

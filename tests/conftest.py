@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from support import sharpened
+from watchdog import pytest_timeout_set_timer  # noqa: F401  # a hook
 
 from dualdecoder.checkpoints import load_model
 from dualdecoder.engine import Engine
@@ -11,7 +12,7 @@ from dualdecoder.method import method_config
 from experiments.harness.workload import manual_prompt
 
 # A busy machine makes a correct example slow; how long tests take is not what they test.
-settings.register_profile("project", deadline=None)
+settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("project")
 
 

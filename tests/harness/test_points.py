@@ -165,9 +165,10 @@ def test_no_record_names_a_folder_of_this_machine(tmp_path: Path) -> None:
 
 
 def test_times_are_utc_and_seconds_are_of_the_measurement(tmp_path: Path) -> None:
+    begin = time.perf_counter()
     record = read_record(run_here(tmp_path, lambda cfg: time.sleep(0.05) or []))
     assert record.started.endswith("+00:00") and record.finished >= record.started
-    assert 0.05 <= record.seconds < 5
+    assert 0.05 <= record.seconds <= time.perf_counter() - begin
 
 
 def test_points_in_one_process_say_so(tmp_path: Path) -> None:

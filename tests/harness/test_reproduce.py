@@ -15,7 +15,7 @@ from experiments.reproduce import PROFILES, Profile, RunsError, missing_hardware
 LAB = {
     "good": "import sys; open(sys.argv[-1].partition('=')[2] + '/seen', 'a').write(' '.join(sys.argv[1:]) + '\\n')",
     "bad": "import sys; sys.exit(3)",
-    "slow": "import sys, time; print('started', flush=True); time.sleep(60)",
+    "slow": "import signal; print('started', flush=True); signal.pause()",
 }
 MAIN = """
 import sys
@@ -71,7 +71,9 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_done(lab: Path, send) -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **heard) as child:
         output = ""
         while "started" not in output:
-            output += child.stdout.readline()
+            line = child.stdout.readline()
+            assert line, output
+            output += line
         send(child.pid, signal.SIGINT)
         output += child.stdout.read()
     assert child.returncode == 130

@@ -1,8 +1,10 @@
-"""Compile for Hopper, without a GPU, the kernels that ``CASES`` launch: ``python compile_for_hopper.py REPORT``.
+"""Compile for Hopper, without a GPU, the kernels that ``CASES`` launch: ``python compile_for_hopper.py``.
 
-A process of its own, for Triton decides when it is imported whether it interprets. Every launch goes as far as Triton's
-own launcher goes before it needs a device: types, divisibility and constants of the arguments, PTX, machine code.
-Nothing runs, so tensors keep what was in them. The report: the error of every case, and the kernels that were compiled.
+A process of its own, for Triton decides when it is imported whether it interprets. It answers one line of JSON with
+another: a case and a dtype with the error, if any, and the names of the kernels that were launched; null with the names
+of all there are. Every launch goes as far as Triton's own launcher goes before it needs a device: types, divisibility
+and constants of the arguments, PTX, machine code; or, if only names are asked for, not even there. Nothing runs, so
+tensors keep what was in them.
 """
 
 import importlib
@@ -12,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import triton
@@ -83,18 +84,29 @@ CASES: dict[str, Callable[[torch.dtype], None]] = {
 }
 
 
-def compile_launches() -> set[str]:
-    """Let every launch from now on compile only; the set receives the kernels' names."""
-    triton.runtime.driver.set_active(Hopper())
-    compiled, run = set(), JITFunction.run
+class Launches:
+    """Takes the place of every launch from now on."""
 
-    def compile_only(kernel: JITFunction, *args, grid, warmup, **options) -> None:
-        shared = run(kernel, *args, grid=grid, warmup=True, **options).metadata.shared
+    def __init__(self) -> None:
+        self.compile, self.names, self.only_names = JITFunction.run, set(), False
+        triton.runtime.driver.set_active(Hopper())
+        JITFunction.run = lambda kernel, *args, **options: self.launch(kernel, *args, **options)
+
+    def launch(self, kernel: JITFunction, *args, warmup: bool, **options) -> None:
+        self.names.add(f"{kernel.__module__}.{kernel.__name__}")
+        if self.only_names:
+            return
+        shared = self.compile(kernel, *args, warmup=True, **options).metadata.shared
         assert shared <= SHARED_BYTES, f"{kernel.__name__} takes {shared} bytes of shared memory"
-        compiled.add(f"{kernel.__module__}.{kernel.__name__}")
 
-    JITFunction.run = compile_only
-    return compiled
+    def of(self, case: str, dtype: str, only_names: bool) -> tuple[str, list[str]]:
+        """The error of a case, empty if there was none, and what it launched."""
+        self.names, self.only_names = set(), only_names
+        try:
+            CASES[case](DTYPES[dtype])
+        except Exception:
+            return traceback.format_exc(), sorted(self.names)
+        return "", sorted(self.names)
 
 
 def all_kernels() -> set[str]:
@@ -108,25 +120,15 @@ def all_kernels() -> set[str]:
     return found
 
 
-def error_of(case: Callable[[torch.dtype], None], dtype: torch.dtype) -> str:
-    """Empty if the case went through."""
-    try:
-        case(dtype)
-    except Exception:
-        return traceback.format_exc()
-    return ""
-
-
-def main(report: str) -> None:
+def main() -> None:
     torch.set_num_threads(1)
-    kernels, compiled = all_kernels(), compile_launches()
-    errors, missing = {}, {}
-    for name, dtype in DTYPES.items():
-        compiled.clear()
-        errors |= {f"{case} {name}": error_of(run, dtype) for case, run in CASES.items()}
-        missing[name] = sorted(kernels - compiled)
-    Path(report).write_text(json.dumps({"errors": errors, "missing": missing}))
+    # What is printed on the way is no answer.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    launches = Launches()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(launches.of(*asked) if asked else sorted(all_kernels())), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
