@@ -19,7 +19,7 @@ from experiments.reporting.files import as_markdown
 from experiments.reporting.paper import write_outputs
 from experiments.reporting.readme import with_tables
 from experiments.reporting.tables import MAIN_TABLES, TABLES, write_tables
-from experiments.reporting.terminal import make_console, print_sections
+from experiments.reporting.terminal import make_console, print_line, print_sections
 
 
 def main(arguments: list[str]) -> int:
@@ -52,9 +52,11 @@ def build_report(folder: Path) -> None:
     outputs = write_outputs(collection, folder / "paper")
     _report_problems(console, collection, folder)
     if missing := [f"{title}: {state}" for title, state in outputs if state.startswith("no records")]:
-        console.print("\n".join(["[bold]Without records[/bold]", *missing]), soft_wrap=True, highlight=False)
+        console.print("[bold]Without records[/bold]")
+        for line in missing:
+            print_line(console, line)
     for words, name in (("Tables", "tables"), ("Figures", "figures"), ("The paper's", "paper")):
-        console.print(f"{words}: {folder / name}", soft_wrap=True, highlight=False)
+        print_line(console, f"{words}: {folder / name}")
 
 
 def _report_problems(console: Console, collection: Collection, folder: Path) -> None:
@@ -65,7 +67,7 @@ def _report_problems(console: Console, collection: Collection, folder: Path) -> 
         console.print("[bold]Records without a result[/bold]")
         # No table: commands and paths are whole lines to copy.
         for line in problems.itertuples(index=False):
-            console.print(": ".join(line), soft_wrap=True, markup=False, highlight=False)
+            print_line(console, ": ".join(line))
 
 
 def _problems(collection: Collection, folder: Path) -> pd.DataFrame:

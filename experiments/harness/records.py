@@ -8,7 +8,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from experiments.harness.rows import environment_problem, row_problem
+from experiments.harness.rows import environment_problem, error_problem, row_problem
+from experiments.harness.untrusted import UntrustedError, find_json, read_json
 
 SCHEMA = 2
 # How a point can have ended without rows; too little memory is a result of its own.
@@ -68,16 +69,20 @@ assert set(_TYPES) == {item.name for item in fields(Record)}
 def read_record(path: Path) -> Record:
     """The record in `path`. Raises RecordError for a file that is unreadable, truncated or not of this schema."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecordError(path, "(whole file)", f"is not readable JSON: {error}") from error
+        data = read_json(path)
+    except UntrustedError as error:
+        raise RecordError(path, "(whole file)", str(error)) from error
     return _parse(path, data)
 
 
 def load_records(folder: Path) -> tuple[list[Record], list[RecordError]]:
-    """Every record below `folder` in path order, and an error for each file that is not one."""
-    records, errors = [], []
-    for path in sorted(folder.rglob("*.json")):
+    """Every record below `folder` in path order, and an error for each file or folder that cannot be read.
+
+    Symlinked folders are followed.
+    """
+    paths, unread = find_json(folder)
+    records, errors = [], [RecordError(item.path, "(folder)", item.problem) for item in unread]
+    for path in paths:
         try:
             records.append(read_record(path))
         except RecordError as error:
@@ -117,7 +122,11 @@ def _parse(path: Path, data: Any) -> Record:
             allowed = " or ".join("null" if kind is NoneType else kind.__name__ for kind in types)
             raise RecordError(path, name, f"is {type(data[name]).__name__}; allowed: {allowed}")
     _check_status(path, data)
-    problem = environment_problem(data["environment"]) or row_problem(data["experiment"], data["rows"])
+    problem = (
+        environment_problem(data["environment"])
+        or error_problem(data["error"])
+        or row_problem(data["experiment"], data["rows"])
+    )
     if problem:
         raise RecordError(path, *problem)
     return Record(**data)
@@ -138,14 +147,14 @@ def _check_schema(path: Path, data: dict[str, Any]) -> None:
     if "schema" not in data:
         raise RecordError(path, "schema", "is missing")
     if data["schema"] not in range(1, SCHEMA + 1):
-        raise RecordError(path, "schema", f"is {data['schema']!r}; this code reads 1 to {SCHEMA}")
+        raise RecordError(path, "schema", f"is {data['schema']!r:.60}; this code reads 1 to {SCHEMA}")
     if unknown := sorted(set(data) - set(_TYPES)):
-        raise RecordError(path, unknown[0], f"is unknown to schema {SCHEMA}")
+        raise RecordError(path, unknown[0][:60], f"is unknown to schema {SCHEMA}")
 
 
 def _check_status(path: Path, data: dict[str, Any]) -> None:
     if data["status"] not in STATUSES:
-        raise RecordError(path, "status", f"is {data['status']!r}; allowed: {', '.join(STATUSES)}")
+        raise RecordError(path, "status", f"is {data['status']!r:.60}; allowed: {', '.join(STATUSES)}")
     if (data["status"] == "running") != (data["finished"] is None):
         raise RecordError(path, "finished", "must be null while the status is running, and a time otherwise")
     if (data["status"] in FAILURES) != (data["error"] is not None):

@@ -4,6 +4,7 @@ from itertools import groupby
 from typing import Any
 
 from experiments.reporting.claims import NOT_RUN, Finding, Verdict
+from experiments.reporting.escape import for_markdown
 
 _HEAD = """# Claims
 
@@ -51,7 +52,7 @@ def _words(verdict: Verdict) -> str:
 
 
 def _where(verdict: Verdict) -> str:
-    return {None: "-", "any": "planned bytes"}.get(verdict.hardware, str(verdict.hardware))
+    return {None: "-", "any": "planned bytes"}.get(verdict.hardware, for_markdown(verdict.hardware))
 
 
 def _here(finding: Finding) -> str:

@@ -4,12 +4,14 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import pandas as pd
 
 from experiments.harness.records import FAILURES, Record, RecordError, load_records
-from experiments.harness.rows import table_of
+from experiments.harness.rows import NUMBER, ROW_FIELDS, table_of
+from experiments.harness.untrusted import find_json
 
 CPU_WORDS = "CPU reference, not a GPU speed"
 PLANNED_WORDS = "planned bytes (no GPU needed)"
@@ -17,6 +19,8 @@ QUALITY_WORDS = "quality, computed on"
 IDEAL_WORDS = "ideal: weights and activations only, the paper's bound, not a system"
 # Bytes out of plan() are the same on every machine; quality is not a speed, but its last digits may depend on one.
 _PLANNED = ("residency",)
+_MOST_NAMED = 20
+_PLAIN = (str, int, float, bool, NoneType)
 _QUALITY = ("prediction", "ruler", "fidelity", "lm_eval")
 
 
@@ -55,13 +59,27 @@ class Collection:
 
 def _rows(record: Record, table: str) -> list[dict[str, Any]]:
     """Rows of a table; of RULER with the point's budget, which the row of a method that has none does not say."""
-    point = {"point_budget": record.config.get("budget")} if record.experiment == "ruler" else {}
-    return [{**point, **row} for row in record.rows if table_of(record.experiment, row) == table]
+    point = {"point_budget": _number(record.config.get("budget"))} if record.experiment == "ruler" else {}
+    return [{**point, **_tidy(row, table)} for row in record.rows if table_of(record.experiment, row) == table]
+
+
+def _number(value: Any) -> float | None:
+    return value if NUMBER.accepts(value) else None
+
+
+def _tidy(row: dict[str, Any], table: str) -> dict[str, Any]:
+    """A row without what its contract does not know and no column of a table can hold."""
+    known = ROW_FIELDS.get(table, {})
+    return {
+        name: value
+        for name, value in row.items()
+        if name in known or (name.isidentifier() and isinstance(value, _PLAIN))
+    }
 
 
 def result_folders(results: Path) -> list[Path]:
     """The folders of `results` that hold records: one per machine, apart from one another."""
-    return sorted(folder for folder in results.iterdir() if folder.is_dir() and any(folder.rglob("*.json")))
+    return sorted(folder for folder in results.iterdir() if folder.is_dir() and any(find_json(folder)))
 
 
 def collect_all(results: Path) -> Collection:
@@ -92,7 +110,7 @@ def hardware(record: Record) -> str:
     if record.experiment in _PLANNED:
         return "any"
     gpus = record.environment.get("gpu")
-    devices = {record.config.get("device"), *(row.get("device") for row in record.rows)}
+    devices = [record.config.get("device"), *(row.get("device") for row in record.rows)]
     if not gpus or "cpu" in devices:
         return f"CPU {record.environment.get('cpu', 'of unknown model')}"
     return gpus[0]["name"] if len(gpus) == 1 else f"{len(gpus)} x {gpus[0]['name']}"
@@ -144,4 +162,7 @@ def _commit(environment: dict[str, Any]) -> str:
 
 
 def _joined(values: Iterable[Any]) -> str:
-    return ", ".join(sorted({str(value) for value in values}))
+    """Each value once, sorted; of very many only the first ones."""
+    texts = sorted({str(value) for value in values})
+    more = [f"and {len(texts) - _MOST_NAMED} more"] if len(texts) > _MOST_NAMED else []
+    return ", ".join([*texts[:_MOST_NAMED], *more])

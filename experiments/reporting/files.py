@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pandas as pd
 
+from experiments.reporting.escape import for_latex, for_markdown, printable_frame
+
 # Columns of words; all others are numbers.
 _LEFT = (
     *("prompt", "variant", "kernel", "method", "speculation", "task", "model", "category", "case", "accuracy_of"),
     *("outcome", "selection", "host KV", "GPU GiB by category", "kind", "record", "reason", "output", "files"),
 )
-_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-_LATEX |= {sign: f"\\{sign}" for sign in "&%$#_{}"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def write_files(
     stem.parent.mkdir(parents=True, exist_ok=True)
     csv, parquet, markdown, latex = paths = table_paths(stem)
     # Converted: a column of whole numbers stays one where some cells are empty.
-    tidy = numbers.convert_dtypes().reset_index(drop=True)
+    tidy = printable_frame(numbers.reset_index(drop=True)).convert_dtypes()
     csv.write_text(tidy.to_csv(index=False, lineterminator="\n"), encoding="utf-8")
     tidy.to_parquet(parquet, index=False)
     body = "\n\n".join(_markdown(caption, tables) for caption, tables in chunks) or nothing
@@ -52,19 +52,20 @@ def is_text(column: str) -> bool:
 def as_markdown(texts: pd.DataFrame) -> str:
     """A Markdown table of a frame of texts."""
     rule = ["---" if is_text(name) else "---:" for name in texts.columns]
-    lines = [list(texts.columns), rule, *texts.to_numpy().tolist()]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    cells = [[for_markdown(cell) for cell in line] for line in [list(texts.columns), *texts.to_numpy().tolist()]]
+    lines = [cells[0], rule, *cells[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def as_latex(part: Part, caption: str) -> str:
     """A LaTeX table (package booktabs) of a frame of texts."""
     columns = "".join("l" if is_text(name) else "r" for name in part.texts.columns)
-    lines = [" & ".join(_escaped(cell) for cell in line) + r" \\" for line in part.texts.to_numpy().tolist()]
-    head = " & ".join(_escaped(name) for name in part.texts.columns) + r" \\"
+    lines = [" & ".join(for_latex(cell) for cell in line) + r" \\" for line in part.texts.to_numpy().tolist()]
+    head = " & ".join(for_latex(name) for name in part.texts.columns) + r" \\"
     return "\n".join(
         [
             r"\begin{table}",
-            rf"\caption{{{_escaped(part.title)}. {_escaped(caption)}}}",
+            rf"\caption{{{for_latex(part.title)}. {for_latex(caption)}}}",
             rf"\begin{{tabular}}{{{columns}}}",
             *(r"\toprule", head, r"\midrule", *lines, r"\bottomrule"),
             r"\end{tabular}",
@@ -74,9 +75,5 @@ def as_latex(part: Part, caption: str) -> str:
     )
 
 
-def _escaped(text: str) -> str:
-    return "".join(_LATEX.get(sign, sign) for sign in str(text))
-
-
 def _markdown(caption: str, tables: list[Part]) -> str:
-    return "\n\n".join([caption, *(f"## {part.title}\n\n{as_markdown(part.texts)}" for part in tables)])
+    return "\n\n".join([for_markdown(caption), *(f"## {for_markdown(part.title)}\n\n{as_markdown(part.texts)}" for part in tables)])

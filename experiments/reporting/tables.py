@@ -74,7 +74,8 @@ def parts(name: str, section: Section) -> list[Part]:
     table, made = TABLES[name], []
     for group in split(numbers(name, section), table.apart):
         texts = table.texts(group)
-        made.append(Part(f"{name}: {headline(group, without=texts.columns)}{table.unit}", texts))
+        words = headline(group, without=texts.columns)
+        made.append(Part((f"{name}: {words}" if words else name) + table.unit, texts))
     return made
 
 

@@ -5,13 +5,14 @@ from pathlib import Path
 import pandas as pd
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table as RichTable
 
 from experiments.harness.points import in_sweep
 from experiments.harness.records import read_record
 from experiments.reporting.collect import Collection, Section
+from experiments.reporting.escape import for_terminal, printable
 from experiments.reporting.files import is_text
+from experiments.reporting.fitting import bands, column_widths, two_a_line
 from experiments.reporting.tables import TABLES, no_records, parts
 
 # A terminal has its own width; in a file or a CI log rich would take eighty columns, too few for the tables.
@@ -43,22 +44,23 @@ def print_sections(console: Console, name: str, sections: list[Section]) -> None
         console.print(f"[bold]{name}[/bold]: {no_records(name)}")
     for section in sections:
         for part in parts(name, section):
-            console.print(_rich(part.title, part.texts), "")
-        console.print(escape(section.caption) + "\n", style="italic", highlight=False)
+            for number, band in enumerate(bands(part.texts, console.width)):
+                console.print(_rich(part.title if number == 0 else "(continued)", band, console.width), "")
+        console.print(for_terminal(section.caption) + "\n", style="italic", highlight=False)
 
 
-def _rich(title: str, texts: pd.DataFrame) -> RichTable:
-    table = RichTable(title=escape(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def print_line(console: Console, text: str) -> None:
+    """Print one line to copy, such as a command or a path, whole."""
+    console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
+
+
+def _rich(title: str, texts: pd.DataFrame, width: int) -> RichTable:
+    table = RichTable(title=for_terminal(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.show_edge = table.pad_edge = False
-    for name in texts.columns:
-        text = is_text(name)
-        table.add_column(escape(name), justify="left" if text else "right", no_wrap=text, vertical="top")
+    for name, characters in zip(texts.columns, column_widths(texts, width), strict=True):
+        side = "left" if is_text(name) else "right"
+        # Where a terminal is narrower than one column, the rest of a number goes into the next line.
+        table.add_column(for_terminal(name), justify=side, width=characters, overflow="fold", vertical="top")
     for line in texts.to_numpy().tolist():
-        table.add_row(*(escape(_two_a_line(cell)) for cell in line))
+        table.add_row(*(two_a_line(for_terminal(cell)) for cell in line))
     return table
-
-
-def _two_a_line(cell: str) -> str:
-    """A list of names and numbers broken after every second comma, so that no name loses its number."""
-    items = cell.split(", ")
-    return ",\n".join(", ".join(items[start : start + 2]) for start in range(0, len(items), 2))
