@@ -1,4 +1,4 @@
-"""Files of records that anyone may have written: found without end or loss, read within bounds, and never waited for."""
+"""Files of records that anyone may have written: all found, none read beyond bounds, none waited for."""
 
 import json
 import math

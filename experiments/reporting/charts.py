@@ -10,20 +10,32 @@ from matplotlib.figure import Figure
 
 from experiments.reporting.cells import length_text
 from experiments.reporting.drawing import (
+    MOST_GROUPS,
+    MOST_PANELS,
+    MOST_SERIES,
+    PAGE,
+    PALE,
     SMALL_PRINT,
-    bar_style,
+    few_columns,
     grouped_bars,
     legend,
-    line_style,
     log_if_wide,
     method_styles,
+    name_ticks,
     numbered,
+    say_how_many,
+    spread,
     title,
 )
+from experiments.reporting.escape import for_figure, frame_for_figure
 from experiments.reporting.tables import split
 
 _PANEL_HEIGHT = 3.6
+_CAPTION = 1000
 _TOKENS = ("context", "length")
+# Columns whose name is no word for a reader.
+_NAMES = {"point_budget": "budget"}
+_MOST_STACKS = 2 * MOST_GROUPS
 
 
 @dataclass(frozen=True)
@@ -40,68 +52,82 @@ class Chart:
 
 
 def draw_chart(name: str, chart: Chart, tables: list[tuple[str, pd.DataFrame]]) -> Figure:
-    """A figure with a block for each (caption, rows): hardware is never mixed on one axis."""
-    blocks = [split(rows, chart.panels) for _, rows in tables]
-    panels = sum(map(len, blocks))
-    width = max(_width(chart, panel) for block in blocks for panel in block)
-    figure = Figure(figsize=(width, _PANEL_HEIGHT * panels + 0.8), layout="constrained")
-    places = figure.subfigures(len(blocks), 1, squeeze=False, height_ratios=[len(block) for block in blocks])
-    for place, block, (caption, _) in zip(places[:, 0], blocks, tables, strict=True):
-        text = textwrap.fill(f"{name}. {caption}", int(width * 14))
-        place.suptitle(text, fontsize=SMALL_PRINT, x=0.01, horizontalalignment="left")
+    """A figure with a block for each (caption, rows): hardware is never mixed on one axis.
+
+    Of very many panels only some are drawn, as the captions say.
+    """
+    chosen = spread(tables, MOST_PANELS)
+    blocks = [_block(name, chart, caption, rows, MOST_PANELS // len(chosen)) for caption, rows in chosen]
+    sizes = [len(block) for block, _ in blocks]
+    figure = Figure(figsize=(PAGE, _PANEL_HEIGHT * sum(sizes) + 0.8), layout="constrained")
+    places = figure.subfigures(len(blocks), 1, squeeze=False, height_ratios=sizes)
+    for place, (block, caption) in zip(places[:, 0], blocks, strict=True):
+        place.suptitle(textwrap.fill(caption, int(PAGE * 14)), fontsize=SMALL_PRINT, x=0.01, horizontalalignment="left")
         for axis, panel in zip(place.subplots(len(block), 1, squeeze=False)[:, 0], block, strict=True):
-            _draw(axis, chart, panel)
+            _draw(axis, name, chart, panel)
     return figure
 
 
-def _width(chart: Chart, panel: pd.DataFrame) -> float:
-    """Inches: room for every bar, between that of a page and what can still be read on a screen."""
-    bars = {"bars": len(panel), "stack": panel[chart.x].nunique(), "lines": 0}[chart.kind]
-    return min(max(9.0, 2.0 + 0.5 * bars), 24.0)
+def _block(name: str, chart: Chart, caption: str, rows: pd.DataFrame, most: int) -> tuple[list[pd.DataFrame], str]:
+    """The rows of each panel, and the caption of all."""
+    panels = split(frame_for_figure(rows), chart.panels)
+    shown = spread(panels, max(1, most))
+    note = f"; drawn: {len(shown)} of {len(panels)}, all are in the table" if len(shown) < len(panels) else ""
+    return shown, f"{name}. {for_figure(caption, _CAPTION)}{note}"
 
 
-def _draw(axis: Axes, chart: Chart, panel: pd.DataFrame) -> None:
+def _draw(axis: Axes, name: str, chart: Chart, panel: pd.DataFrame) -> None:
     {"bars": _bars, "lines": _lines, "stack": _stack}[chart.kind](axis, chart, panel)
-    title(axis, ", ".join(_words(name, panel[name].iloc[0]) for name in chart.panels))
+    # A chart of one panel is named as a whole.
+    title(axis, ", ".join(_words(column, panel[column].iloc[0]) for column in chart.panels) or name)
     axis.set_xlabel(chart.x_words)
     axis.set_ylabel(chart.y_words)
     axis.get_legend().set_title(chart.series.replace("_", " "), {"size": SMALL_PRINT})
     if "%" in chart.y_words:
-        axis.set_ylim(0, 108)
+        axis.set_ylim(0, 118 if chart.kind == "bars" else 108)
 
 
 def _bars(axis: Axes, chart: Chart, panel: pd.DataFrame) -> None:
-    groups = [textwrap.fill(_words(chart.x, value, short=True), 18) for value in panel[chart.x]]
+    # Room for about so many letters a group in the width of the page.
+    letters = max(9, 110 // panel[chart.x].nunique())
+    wrapped = {"break_long_words": False, "break_on_hyphens": False}
+    groups = [textwrap.fill(_words(chart.x, value, short=True), letters, **wrapped) for value in panel[chart.x]]
     series = [_words(chart.series, value, short=True) for value in panel[chart.series]]
     bars = panel.assign(low=0.0, high=0.0, group=groups, series=series, value=panel[chart.y].astype(float))
     # Several rows of one bar (other budgets, other records): the best of each, as in the paper's tables.
     bars = bars.sort_values("value", kind="stable", ascending=False).drop_duplicates(["group", "series"]).sort_index()
-    grouped_bars(axis, bars.drop(columns="method", errors="ignore") if chart.series != "method" else bars)
+    known = bars if chart.series == "method" else bars.drop(columns="method", errors="ignore")
+    grouped_bars(axis, known, nothing="0")
     if "%" not in chart.y_words:
         log_if_wide(axis, bars["value"])
 
 
 def _lines(axis: Axes, chart: Chart, panel: pd.DataFrame) -> None:
     named = panel.assign(series=panel[chart.series].astype(str))
-    for name, style in method_styles(named).items():
+    styles = method_styles(named if chart.series == "method" else named.drop(columns="method", errors="ignore"))
+    for name in spread(list(styles), MOST_SERIES):
         chosen = named[named["series"] == name].sort_values(chart.x)
         every = max(1, len(chosen) // 8)
-        axis.plot(chosen[chart.x], chosen[chart.y].astype(float), label=name, markevery=every, **line_style(style))
+        axis.plot(chosen[chart.x], chosen[chart.y].astype(float), label=name, markevery=every, **styles[name].line)
     if chart.x in _TOKENS:
         values = sorted(panel[chart.x].unique())
         axis.set_xscale("log", base=2)
-        axis.set_xticks(values, [length_text(value) for value in values])
+        name_ticks(axis, values, [length_text(value) for value in values])
+        axis.minorticks_off()
     legend(axis)
 
 
 def _stack(axis: Axes, chart: Chart, panel: pd.DataFrame) -> None:
     wide = panel.pivot_table(index=chart.x, columns=chart.series, values=chart.y, aggfunc="max", sort=False).fillna(0.0)
-    base, places = np.zeros(len(wide)), np.arange(len(wide))
-    for name, style in numbered(wide.columns, ("weights", "kv", "landmarks", "outliers")).items():
-        axis.bar(places, wide[name], 0.6, bottom=base, label=name, **bar_style(style))
-        base = base + wide[name].to_numpy()
-    axis.set_xticks(places, list(wide.index), rotation=90, fontsize=SMALL_PRINT)
+    shown = few_columns(wide.loc[spread(list(wide.index), _MOST_STACKS)])
+    base, places = np.zeros(len(shown)), np.arange(len(shown))
+    for name, look in numbered(shown.columns, ("weights", "kv", "landmarks", "outliers"), PALE).items():
+        axis.bar(places, shown[name], 0.6, bottom=base, label=name, **look.bar)
+        base = base + shown[name].to_numpy()
+    axis.set_xticks(places, list(shown.index), rotation=90, fontsize=SMALL_PRINT)
+    axis.margins(x=0.01)
     legend(axis)
+    say_how_many(axis, "bars", len(shown), len(wide))
 
 
 def _words(name: str, value: object, short: bool = False) -> str:
@@ -109,4 +135,4 @@ def _words(name: str, value: object, short: bool = False) -> str:
         text = length_text(float(str(value)))
     else:
         text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if short or isinstance(value, str) else f"{name} {text}"
+    return text if short or isinstance(value, str) else f"{_NAMES.get(name, name)} {text}"

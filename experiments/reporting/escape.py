@@ -17,9 +17,11 @@ _MOST_IN_A_FIGURE = 60
 _UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 _LATEX |= {sign: f"\\{sign}" for sign in "&%$#_{}"}
-# Left alone is what means nothing in Markdown: a line inside a word, a tilde before a number or a space, a star before a
-# space, brackets without an address behind them.
-_MARKDOWN = re.compile(r"[\\`|$]|\*(?=\S)|\](?=[(\[])|~(?=[^\d\s])|(?<=[^\s(])~|(?<![^\W_])_|_(?![^\W_])|(?<=[a-z]):(?=//)")
+# Left alone is what means nothing in Markdown: a line inside a word, a tilde before a number or a space, a star before
+# a space, brackets without an address behind them.
+_MARKDOWN = re.compile(
+    r"[\\`|$]|\*(?=\S)|\](?=[(\[])|~(?=[^\d\s])|(?<=[^\s(])~|(?<![^\W_])_|_(?![^\W_])|(?<=[a-z]):(?=//)"
+)
 _HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
@@ -48,14 +50,19 @@ def for_terminal(text: object) -> str:
     return rich_escape(printable(text))
 
 
-def for_figure(text: object) -> str:
+def for_figure(text: object, most: int = _MOST_IN_A_FIGURE) -> str:
     """Text in a figure: short, no formula; matplotlib leaves series out of the legend whose name begins with a line."""
-    shown = printable(text, _MOST_IN_A_FIGURE).replace("$", r"\$")
+    shown = printable(text, most).replace("$", r"\$")
     return f"\N{ZERO WIDTH SPACE}{shown}" if shown.startswith("_") else shown
 
 
+def frame_for_figure(table: pd.DataFrame) -> pd.DataFrame:
+    """A frame whose texts go into a figure."""
+    return table.map(lambda value: for_figure(value) if isinstance(value, str) else value)
+
+
 def printable_frame(table: pd.DataFrame) -> pd.DataFrame:
-    """A frame for a data file: texts printable, and where a column mixes texts, numbers and flags, all of them texts."""
+    """A frame for a data file: texts printable; where a column mixes texts, numbers and flags, all become texts."""
     return table.apply(_printable_column)
 
 

@@ -76,4 +76,6 @@ def as_latex(part: Part, caption: str) -> str:
 
 
 def _markdown(caption: str, tables: list[Part]) -> str:
-    return "\n\n".join([for_markdown(caption), *(f"## {for_markdown(part.title)}\n\n{as_markdown(part.texts)}" for part in tables)])
+    return "\n\n".join(
+        [for_markdown(caption), *(f"## {for_markdown(part.title)}\n\n{as_markdown(part.texts)}" for part in tables)]
+    )

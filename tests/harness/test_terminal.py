@@ -71,7 +71,9 @@ def test_bands_hold_every_column_once_and_fit(width: int, rows: list[list[str]])
 
 def test_texts_of_a_record_do_not_steer_the_terminal(put, rows, tmp_path: Path) -> None:
     hostile = "\x1b[31m\x9b2J\u202e[bold]x[/bold]\r\n[link=http://a]b"
-    put("ruler", rows=[{**row, "model": hostile, "task": task} for row, task in product(rows["ruler"], [hostile, "vt"])])
+    put(
+        "ruler", rows=[{**row, "model": hostile, "task": task} for row, task in product(rows["ruler"], [hostile, "vt"])]
+    )
     output = printed(tmp_path, "ruler", 100)
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", output)
     assert "[bold]x[/bold]" in output and "[link=http://a]b" in output.replace("\n", " ")
