@@ -197,7 +197,7 @@ def legend(axis: Axes, of: Axes | None = None) -> None:
 
 def legend_below(axis: Axes) -> None:
     """The series below axes that have others beside them."""
-    axis.legend(fontsize=SMALL_PRINT, loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=2, handlelength=2.2)
+    axis.legend(fontsize=SMALL_PRINT, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, handlelength=2.2)
 
 
 def few_columns(wide: pd.DataFrame) -> pd.DataFrame:

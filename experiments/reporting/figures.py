@@ -261,7 +261,8 @@ def _finish_prediction(axis: Axes, table: pd.DataFrame, over: str, words: str) -
     lines = table[(table["scope"] == over) & (table["speculation"] == _seeds(table)[0])]
     _curve(axis, lines, over, "reuse", "last-step reuse", _REUSE)
     title(axis, words)
-    axis.set_xlabel("layer" if over == "layer" else f"decode step\n(dots; lines: mean over {WINDOW} steps)")
+    words_below = "layer" if over == "layer" else f"decode step (dots; lines: mean over {WINDOW} steps)"
+    axis.set_xlabel(words_below, fontsize=SMALL_PRINT)
     axis.set_ylabel("%")
     # One scale, so that the three can be compared.
     shares = table[["kv_accuracy", "token_accuracy", "reuse"]].astype(float).min()
