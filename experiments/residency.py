@@ -16,7 +16,7 @@ from dualdecoder.method import method_config
 from dualdecoder.model import planned_weight_bytes
 from dualdecoder.planning import activation_bytes, plan_memory
 from experiments.harness.points import run_point
-from experiments.harness.workload import require_positive
+from experiments.harness.workload import require_positive, with_methods
 from experiments.reporting.terminal import show_point
 
 IDEAL = "ideal"
@@ -25,11 +25,12 @@ IDEAL = "ideal"
 @hydra.main(version_base="1.3", config_path="../conf", config_name="residency")
 def main(cfg: DictConfig) -> None:
     """Record and print one model and context, all methods."""
-    show_point(run_point("residency", cfg, measure))
+    show_point(run_point("residency", with_methods(cfg), measure))
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     """One row a method, and one for ``ideal``: weights and activations only (the paper's bound, not a system)."""
+    cfg = with_methods(cfg)
     require_positive(cfg, "context", "batch")
     cap = int(cfg.hardware.gpu_budget_gib * 2**30)
     return [_row(cfg, method, cap) for method in (IDEAL, *cfg.methods)]

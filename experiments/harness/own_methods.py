@@ -1,7 +1,8 @@
 """Hydra's group ``method`` with methods of other packages: ``method=my_package.my_module:MyMethod`` needs no file.
 
 A second source of configs beside conf/, by Hydra's own search path. It knows every name of the group that has a colon:
-a config with that name and no options. Options are added as ``+method.options.window=64``.
+a config with that name and no options. Options are added as ``+method.options.window=64``, and in residency a further
+method beside the others as ``+method@methods.mine=my_package.my_module:MyMethod``.
 """
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -26,7 +27,9 @@ class OwnMethodSource(ConfigSource):
             raise ConfigLoadError(f"{config_path}: no method of another package")
         name = _name(config_path)
         config = OmegaConf.create({"name": name, "options": {}})
-        return ConfigResult(config=config, path=f"{self.scheme()}://{name}", provider=self.provider, header={"package": None})
+        return ConfigResult(
+            config=config, path=f"{self.scheme()}://{name}", provider=self.provider, header={"package": None}
+        )
 
     def available(self) -> bool:
         return True

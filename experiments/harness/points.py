@@ -21,6 +21,7 @@ from experiments.harness.child import Measure
 from experiments.harness.environment import ROOT, device_tag, environment, visible_gpus
 from experiments.harness.estimate import estimate
 from experiments.harness.isolate import Outcome, measure_here, measure_in_child
+from experiments.harness.own_methods import register_own_methods
 from experiments.harness.records import FAILURES, SCHEMA, Record, RecordError, read_record, write_record
 
 # They say where results go and how a sweep is driven, never what is measured.
@@ -30,6 +31,7 @@ _SLUG_KEYS = ("model", "method", "speculation", "task", "prompt", "context", "le
 Run = Callable[[Measure, dict[str, Any]], Outcome]
 # For conf/hydra/launcher/gpus.yaml: as many points at once as there are GPUs.
 register_resolvers()
+register_own_methods()
 OmegaConf.register_new_resolver("gpus", lambda: max(1, len(visible_gpus())), replace=True)
 
 

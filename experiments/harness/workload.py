@@ -40,8 +40,13 @@ def with_methods(cfg: DictConfig) -> DictConfig:
     """``cfg`` with its list ``methods`` of names turned into name and options of each, from ``conf/method``.
 
     Options may refer to fields of ``cfg``, such as ``${budget}``. A name without a file there is taken as it is (a
-    dotted path, say) with its default options. A config whose methods are looked up already comes back unchanged.
+    dotted path, say) with its default options. One ``method``, which is a group of its own, takes the place of the
+    list. A config whose methods are looked up already comes back unchanged.
     """
+    if one := cfg.get("method"):
+        chosen = with_value(cfg, "methods", {one.name: one})
+        del chosen.method
+        return chosen
     if OmegaConf.is_dict(cfg.methods):
         return cfg
     files = {name: ROOT / "conf" / "method" / f"{name}.yaml" for name in cfg.methods}
