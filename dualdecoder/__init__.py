@@ -10,8 +10,8 @@ from typing import Any
 
 _PUBLIC = {
     "Engine": "dualdecoder.engine",
-    "Completion": "dualdecoder.engine",
-    "TokenEvent": "dualdecoder.engine",
+    "Completion": "dualdecoder.completions",
+    "TokenEvent": "dualdecoder.completions",
     "plan_memory": "dualdecoder.planning",
     "load_model": "dualdecoder.checkpoints",
     "load_tokenizer": "dualdecoder.checkpoints",
@@ -23,6 +23,7 @@ _PUBLIC = {
     "ConfigError": "dualdecoder.errors",
     "CheckpointError": "dualdecoder.errors",
     "CapacityError": "dualdecoder.errors",
+    "NotFiniteError": "dualdecoder.errors",
     "ContextError": "dualdecoder.errors",
 }
 __all__ = list(_PUBLIC)

@@ -19,9 +19,10 @@ import torch
 
 from dualdecoder.cache import cache_folder as cache_folder
 from dualdecoder.cache import is_unwritable
-from dualdecoder.config import ModelConfig
+from dualdecoder.config import ModelConfig, dtype_from_name
 from dualdecoder.config_file import read_model_config
 from dualdecoder.decoder_weights import EMBEDDING, HEAD, make_decoder, require_tensors, tensor_shapes
+from dualdecoder.devices import checked_device
 from dualdecoder.digests import content_digest
 from dualdecoder.errors import CheckpointError, ConfigError, one_line, require, shortened
 from dualdecoder.gguf_conversion import converted, gguf_digest
@@ -50,7 +51,9 @@ _TEXT_FILES = (
 _HUB_FILES = (*_TEXT_FILES, "*quant*_config.json", "quantize_config.json", "adapter_config.json")
 
 
-def load_model(source: str | os.PathLike[str], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
+def load_model(
+    source: str | os.PathLike[str], dtype: str | torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Decoder:
     """Load a decoder.
 
     source: ``smollm2`` (the embedded SmolLM2-135M-Instruct), ``random:SHAPE`` for a name in ``SHAPES``, a GGUF
@@ -58,17 +61,17 @@ def load_model(source: str | os.PathLike[str], dtype: torch.dtype = torch.float3
     Raises ``CheckpointError`` if it cannot be read, ``ConfigError`` if the architecture is not supported, and
     ``CapacityError`` if the weights do not fit.
     """
-    source = _text(source)
+    source, dtype, device = _text(source), dtype_from_name(dtype), checked_device(device)
     if source.startswith(RANDOM_PREFIX):
         shape = named_shape(source.removeprefix(RANDOM_PREFIX))
-        check_weights(shape, dtype, torch.device(device))
+        check_weights(shape, dtype, device)
         return random_decoder(shape, dtype, device)
     folder = resolve(source)
     config, tensors = read_model_config(folder, source), SafetensorsFolder(folder)
     with_head = not config.tied_embeddings or HEAD in tensors
     require_tensors(folder.name, tensor_shapes(config, with_head), tensors, tensors.shape)
     config = _tied_as_stored(config, tensors)
-    check_weights(config, dtype, torch.device(device))
+    check_weights(config, dtype, device)
     return make_decoder(config, tensors.get, dtype, device)
 
 

@@ -12,7 +12,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from dualdecoder.errors import ConfigError, require
+from dualdecoder.checks import is_integer, is_number, require_integer
+from dualdecoder.errors import require
 from dualdecoder.rope_config import RopeConfig
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
@@ -144,6 +145,8 @@ class MethodConfig:
 SPECULATIONS = ("self", "random_first", "random", "none")
 SCHEDULES = ("layer_aware", "on_demand")
 URGENTS = ("gather", "in_place")
+# What torch's generators take.
+MOST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -228,16 +231,22 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or a positive number")
-        require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "a positive integer or None")
-        require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1] or None")
+        t, k, p = self.temperature, self.top_k, self.top_p
+        require(is_number(t) and t >= 0, "temperature", t, "0 (greedy) or a positive number")
+        require(k is None or (is_integer(k) and k >= 1), "top_k", k, "a positive integer or None")
+        require(p is None or (is_number(p) and 0 < p <= 1), "top_p", p, "a number in (0, 1] or None")
+        require_integer("seed", self.seed, 0, MOST_SEED)
+        # numpy's numbers were let in, and torch's generators do not take them.
+        plain = {"temperature": float(t), "top_k": k and int(k), "top_p": p and float(p), "seed": int(self.seed)}
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
 
 
-def dtype_from_name(name: str) -> Any:
-    """torch dtype for float32, bfloat16 or float16."""
+def dtype_from_name(name: Any) -> Any:
+    """torch's dtype for float32, bfloat16 or float16, given by name or as itself. Raises ``ConfigError``."""
     import torch
 
     allowed = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in allowed:
-        raise ConfigError(f"dtype={name!r} is not allowed; allowed: {', '.join(allowed)}")
-    return allowed[name]
+    short = str(name).removeprefix("torch.") if isinstance(name, torch.dtype) else name
+    require(isinstance(short, str) and short in allowed, "dtype", short, ", ".join(allowed))
+    return allowed[short]

@@ -5,81 +5,36 @@ Suffixes: B sequences, V vocabulary.
 
 from __future__ import annotations
 
-import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dualdecoder.checkpoints import RANDOM_PREFIX, load_model, load_tokenizer, resolve
+from dualdecoder.checks import require_integer
+from dualdecoder.completions import Completion, Run, RunStatistics, TokenEvent
 from dualdecoder.config import MethodConfig, SamplingConfig, dtype_from_name
-from dualdecoder.decode import ChooseTokens, DecodeStep, decode
+from dualdecoder.decode import ChooseTokens, decode
+from dualdecoder.devices import checked_device
 from dualdecoder.draft import DraftSpeculator
-from dualdecoder.errors import ConfigError, ContextError, require
+from dualdecoder.errors import ContextError, require
 from dualdecoder.finite import finite_rows, not_finite, require_finite
 from dualdecoder.ledger import MemoryPlan
 from dualdecoder.method import KVMethod, method_class, method_config
 from dualdecoder.model import Decoder
 from dualdecoder.planning import check_memory, plan_memory
 from dualdecoder.prefill import PrefillSnapshot, prefill_into
+from dualdecoder.prompts import Prompt, chat_text, encoded, prompt_list
+from dualdecoder.reading_bar import OnLayer
 from dualdecoder.sampling import Sampler, SelfSpeculator, Speculator
 from dualdecoder.stop_ids import checked_stop_ids, checkpoint_stop_ids, tokenizer_stop_ids
 from dualdecoder.text import TextPieces
 
 GREEDY = SamplingConfig()
-Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """Generated text and tokens of one prompt. ``finish_reason`` is ``stop`` (a stop token) or ``length``."""
-
-    text: str
-    token_ids: list[int]
-    prompt_tokens: int
-    finish_reason: str
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """One new token of one sequence; ``text`` is what can be printed now (empty inside a character)."""
-
-    sequence: int
-    token_id: int
-    text: str
-    finish_reason: str | None
-
-
-@dataclass(frozen=True)
-class Run:
-    """A prefilled batch and the steps still to be taken. ``first_tokens``: the token after each prompt."""
-
-    method: KVMethod
-    first_tokens: list[int]
-    steps: Iterator[DecodeStep]
-    prefill_s: float
-
-
-@dataclass
-class RunStatistics:
-    """Seconds, tokens and bytes of the last ``generate`` or ``stream``; ``method`` holds the method's own counters."""
-
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    prompts: int = 0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    memory: MemoryPlan = field(default_factory=MemoryPlan)
-    method: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens that the steps made per second of the steps; each prompt's first token belongs to the prefill."""
-        return (self.new_tokens - self.prompts) / self.decode_s if self.decode_s else math.nan
 
 
 class Engine:
@@ -102,21 +57,27 @@ class Engine:
         self.stop_ids = own if stop_ids is None else checked_stop_ids(stop_ids, vocabulary)
         self.statistics = RunStatistics()
         self.draft: Decoder | None = None
-        _check_device(str(model.device), method)
+        _check_device(model.device, method)
 
     @classmethod
     def from_pretrained(
-        cls, model: str, *, method: str = "dualdecoder", dtype: str = "float32", device: str = "cpu", **options: Any
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        method: str = "dualdecoder",
+        dtype: str | torch.dtype = "float32",
+        device: str | torch.device = "cpu",
+        **options: Any,
     ) -> Engine:
         """Load ``model`` (see ``load_model``) for ``method`` with its options, for example ``budget=1024``.
 
         Raises ``ConfigError``, ``CheckpointError``. Settings are checked before the checkpoint is read.
         """
         config, torch_dtype = method_config(method, options), dtype_from_name(dtype)
-        _check_device(device, method)
-        if model.startswith(RANDOM_PREFIX):
-            return cls(load_model(model, torch_dtype, device), None, method, config)
-        tokenizer, decoder = load_tokenizer(model), load_model(model, torch_dtype, device)
+        place = _check_device(device, method)
+        if str(model).startswith(RANDOM_PREFIX):
+            return cls(load_model(model, torch_dtype, place), None, method, config)
+        tokenizer, decoder = load_tokenizer(model), load_model(model, torch_dtype, place)
         stop_ids = checkpoint_stop_ids(resolve(model), tokenizer, decoder.config.vocabulary)
         return cls(decoder, tokenizer, method, config, stop_ids)
 
@@ -146,23 +107,30 @@ class Engine:
         return [Completion(self.text(new), new, len(prompt), reason) for new, prompt, reason in done]
 
     def stream(
-        self, prompts: Sequence[Prompt], max_new_tokens: int = 128, sampling: SamplingConfig = GREEDY
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int = 128,
+        sampling: SamplingConfig = GREEDY,
+        on_layer: OnLayer | None = None,
     ) -> Iterator[TokenEvent]:
-        """Like ``generate``, token by token. The stop token is yielded too, with no text of its own."""
+        """Like ``generate``, token by token. The stop token is yielded too, with no text of its own.
+
+        ``on_layer`` is called while the prompts are read, with the layers done and those of all prompts.
+        """
         encoded = self._encode_all(prompts)
-        run = self.start(encoded, max_new_tokens, sampling, self.stop_ids)
+        run = self.start(encoded, max_new_tokens, sampling, self.stop_ids, on_layer)
         memory = run.method.ledger.plan().with_gpu(weights=self.model.weight_bytes())
         lengths = [len(prompt) for prompt in encoded]
         statistics = RunStatistics(run.prefill_s, prompts=len(lengths), prompt_tokens=sum(lengths), memory=memory)
         self.statistics = statistics
         pieces = [TextPieces(self.tokenizer) for _ in encoded]
-        for count, (tokens, active, seconds) in enumerate(_rounds(run), start=1):
+        for taken, (tokens, active, seconds) in enumerate(_rounds(run), start=1):
             statistics.new_tokens += sum(active)
             statistics.decode_s += seconds
             statistics.method = run.method.statistics()
             for b, token in enumerate(tokens):
                 if active[b]:
-                    yield self._event(b, token, pieces[b], last=count == max_new_tokens)
+                    yield self._event(b, token, pieces[b], last=taken == max_new_tokens)
 
     def start(
         self,
@@ -170,12 +138,18 @@ class Engine:
         max_new_tokens: int,
         sampling: SamplingConfig = GREEDY,
         stop_ids: Iterable[int] = (),
+        on_layer: OnLayer | None = None,
     ) -> Run:
-        """Prefill a ragged batch; the run then takes up to ``max_new_tokens - 1`` steps."""
+        """Prefill a ragged batch; the run then takes up to ``max_new_tokens - 1`` steps. ``on_layer``: see stream."""
         encoded = self._encode_all(prompts)
+        done = count(1)
+
+        def after_layer() -> None:
+            if on_layer is not None:
+                on_layer(next(done), self.model.config.layers * len(encoded))
 
         def fill(method: KVMethod, sequence: int) -> Tensor:
-            return prefill_into(self.model, method, sequence, encoded[sequence])
+            return prefill_into(self.model, method, sequence, encoded[sequence], after_layer)
 
         return self._begin(encoded, fill, max_new_tokens, sampling, stop_ids)
 
@@ -201,20 +175,16 @@ class Engine:
         return PrefillSnapshot.take(self.model, token_ids)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text prompt as the tokenizer gives them; ids are passed through."""
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise ConfigError("prompt: this model has no tokenizer; pass token ids instead of text")
-        return self.tokenizer(prompt).input_ids
+        """Token ids of a text prompt as the tokenizer gives them; ids are passed through, from arrays too."""
+        return encoded(prompt, self.tokenizer)
 
     def chat(self, message: str) -> list[int]:
-        """Token ids of one user message in the model's chat template, ready for the answer."""
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ConfigError("chat: the tokenizer of this model has no chat template; pass plain text instead")
-        text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-        )
+        """Token ids of one user message in the model's chat template, ready for the answer.
+
+        Raises ``ConfigError`` if the model has no template, or if its template refuses the message.
+        """
+        require(isinstance(message, str), "chat: message", message, "text")
+        text = chat_text(self.tokenizer, [{"role": "user", "content": message}], add_generation_prompt=True)
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -233,6 +203,7 @@ class Engine:
         choose: ChooseTokens | None = None,
     ) -> Run:
         self._check(prompts, max_new_tokens)
+        require(isinstance(sampling, SamplingConfig), "sampling", sampling, "a SamplingConfig")
         lengths = [len(prompt) for prompt in prompts]
         method = self._allocate(len(prompts), max(lengths) + max_new_tokens)
         _check_decode_capacity(method, max_new_tokens)
@@ -274,8 +245,8 @@ class Engine:
         return SelfSpeculator(method.speculation, vocabulary, sampling.seed)
 
     def _encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts, not one string")
-        return [self.encode(prompt) for prompt in prompts]
+        fields = enumerate(prompt_list(prompts))
+        return [encoded(prompt, self.tokenizer, f"prompts[{number}]") for number, prompt in fields]
 
     def _event(self, sequence: int, token: int, pieces: TextPieces, last: bool) -> TokenEvent:
         if token in self.stop_ids:
@@ -284,7 +255,7 @@ class Engine:
         return TokenEvent(sequence, token, text, "length" if last else None)
 
     def _check(self, prompts: list[list[int]], max_new_tokens: int) -> None:
-        require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "a positive integer")
+        require_integer("max_new_tokens", max_new_tokens, 1)
         require(len(prompts) >= 1, "prompts", prompts, "at least one prompt")
         model = self.model.config
         for number, prompt in enumerate(prompts):
@@ -306,12 +277,8 @@ def _check_decode_capacity(method: KVMethod, max_new_tokens: int) -> None:
         raise ContextError(f"max_new_tokens={max_new_tokens}: this method decodes at most {most} tokens after a prompt")
 
 
-def _check_device(device: str, method: str) -> None:
-    kinds = method_class(method).devices
-    usable = [kind for kind in kinds if kind != "cuda" or torch.cuda.is_available()]
-    require(
-        device.partition(":")[0] in usable, "device", device, f"{', '.join(usable)} (method {method}, this machine)"
-    )
+def _check_device(device: str | torch.device, method: str) -> torch.device:
+    return checked_device(device, method_class(method).devices, f"method {method}")
 
 
 def _rounds(run: Run) -> Iterator[tuple[list[int], list[bool], float]]:

@@ -1,4 +1,4 @@
-"""The contract between the engine and a KV method, and the registry of methods.
+"""The contract between the engine and a KV method, and how a method is found by its name.
 
 A method owns the keys and values of all layers. The engine owns tokens, positions, weights and the loop.
 Suffixes: B sequences, R rows, T prompt tokens, H query heads, K KV heads, D head size.
@@ -11,28 +11,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from inspect import isabstract
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from dualdecoder.checks import require_integer
 from dualdecoder.config import MethodConfig, ModelConfig
-from dualdecoder.errors import ConfigError, require
+from dualdecoder.errors import ConfigError, one_line, require
 from dualdecoder.ledger import Ledger, MemoryPlan
-
-# Dotted paths, so that naming a method imports nothing but that method.
-REGISTRY: dict[str, str] = {
-    "dualdecoder": "dualdecoder.dual:DualDecoder",
-    "full_kv": "baselines.full_kv:FullKV",
-    "full_offload": "baselines.full_offload:FullOffload",
-    "shadowkv": "baselines.shadowkv:ShadowKV",
-    "specache": "baselines.specache:SpeCache",
-    "oasiskv": "baselines.oasiskv:OasisKV",
-    "infinigen": "baselines.infinigen:InfiniGen",
-    "quest": "baselines.quest:Quest",
-    "h2o": "baselines.h2o:H2O",
-    "streaming_llm": "baselines.streaming_llm:StreamingLLM",
-}
+from dualdecoder.registry import REGISTRY
 
 
 class PrefillSink(Protocol):
@@ -118,8 +107,8 @@ class KVMethod(ABC):
         planned_for: str | None = None,
     ) -> None:
         """Take the memory. ``planned_for`` is the device type that a plan on the ``meta`` device is made for."""
-        require(batch >= 1, "batch", batch, "a positive number of sequences")
-        require(context >= 1, "context", context, "a positive number of tokens")
+        require_integer("batch", batch, 1)
+        require_integer("context", context, 1)
         self.model, self.config = model, config
         self.batch, self.context, self.dtype = batch, context, dtype
         self.ledger = Ledger(device)
@@ -224,15 +213,19 @@ def method_class(name: str) -> type[KVMethod]:
 
     Raises ``ConfigError`` listing the registered names.
     """
-    path = REGISTRY.get(name, name)
+    path = REGISTRY.get(name, name) if isinstance(name, str) else ""
     if ":" not in path:
         raise ConfigError(f"method={name!r} is not known; allowed: {', '.join(REGISTRY)}, or package.module:Class")
     module, _, attribute = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"method={name!r}: {path} cannot be imported: {error}") from error
-    require(isinstance(found, type) and issubclass(found, KVMethod), "method", name, "a subclass of KVMethod")
+    except Exception as error:  # The module is the user's and may raise anything.
+        what = f"{path} cannot be imported: {type(error).__name__}: {one_line(error)}"
+        raise ConfigError(f"method={name!r}: {what}") from error
+    complete = isinstance(found, type) and issubclass(found, KVMethod) and not isabstract(found)
+    allowed = "a subclass of KVMethod that defines its abstract methods, config_class and capabilities"
+    declares = all(hasattr(found, name) for name in ("config_class", "capabilities"))
+    require(complete and declares, "method", name, allowed)
     return found
 
 

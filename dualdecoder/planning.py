@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import psutil
 import torch
 
-from dualdecoder.config import MethodConfig, ModelConfig
+from dualdecoder.config import MethodConfig, ModelConfig, dtype_from_name
 from dualdecoder.errors import CapacityError
 from dualdecoder.ledger import MemoryPlan
 from dualdecoder.method import method_class
@@ -15,7 +15,7 @@ from dualdecoder.model import planned_weight_bytes
 
 
 def plan_memory(
-    model: ModelConfig, method: str, config: MethodConfig, batch: int, context: int, dtype: torch.dtype
+    model: ModelConfig, method: str, config: MethodConfig, batch: int, context: int, dtype: str | torch.dtype
 ) -> MemoryPlan:
     """Bytes by category of weights, one step's activations and the method's state for ``batch`` x ``context`` tokens.
 
@@ -23,6 +23,7 @@ def plan_memory(
     The transient memory of a prefill is not in it. The plan is for a GPU; where Triton is not installed, the kernels'
     workspaces are missing from it.
     """
+    dtype = dtype_from_name(dtype)
     device_type = "cuda" if find_spec("triton") else "cpu"
     plan = method_class(method).plan(model, config, batch, context, dtype, device_type)
     weights, activations = planned_weight_bytes(model, dtype), activation_bytes(model, batch, dtype)

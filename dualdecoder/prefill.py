@@ -7,9 +7,8 @@ Suffixes: T prompt tokens, H query heads, K KV heads, D head size, E model width
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +76,20 @@ def last_logits(model: Decoder, hidden_TE: Tensor) -> Tensor:
     return model.logits(hidden_TE[None, -1:])[0, 0]
 
 
-def prefill_into(model: Decoder, method: KVMethod, sequence: int, token_ids: Sequence[int]) -> Tensor:
-    """Prefill straight into a method, keeping no snapshot; returns the logits ``[V]``."""
-    return last_logits(model, prefill(model, token_ids, partial(method.prefill_layer, sequence)))
+def prefill_into(
+    model: Decoder,
+    method: KVMethod,
+    sequence: int,
+    token_ids: Sequence[int],
+    after_layer: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Prefill straight into a method, keeping no snapshot; returns the logits ``[V]``.
+
+    ``after_layer`` is called when the method has taken a layer; on a GPU its kernels may still run then.
+    """
+
+    def sink(layer: int, *tensors: Tensor) -> None:
+        method.prefill_layer(sequence, layer, *tensors)
+        after_layer()
+
+    return last_logits(model, prefill(model, token_ids, sink))

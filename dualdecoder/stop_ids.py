@@ -6,12 +6,13 @@ Each source alone is incomplete in checkpoints that people use: chat models list
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dualdecoder.errors import CheckpointError, ConfigError
+from dualdecoder.checks import is_integer
+from dualdecoder.config_file import read_object
+from dualdecoder.errors import CheckpointError, ConfigError, shortened
 
 FILES = ("config.json", "generation_config.json")
 _FIELD = "eos_token_id"
@@ -39,27 +40,16 @@ def checked_stop_ids(stop_ids: Iterable[int], vocabulary: int) -> frozenset[int]
     if not isinstance(stop_ids, Iterable) or isinstance(stop_ids, str):
         raise ConfigError(f"stop_ids={stop_ids!r} is not allowed; allowed: {allowed}")
     given = list(stop_ids)
-    wrong = [token for token in given if not (_is_id(token) and 0 <= token < vocabulary)]
+    wrong = [token for token in given if not (is_integer(token) and 0 <= token < vocabulary)]
     if wrong:
         raise ConfigError(f"stop_ids holds {wrong[0]!r}, which is not allowed; allowed: {allowed}")
     return frozenset(given)
 
 
 def _read(path: Path) -> list[int]:
-    where = f"{path.parent.name}/{path.name}"
-    if not path.is_file():
-        return []
-    try:
-        value = json.loads(path.read_text(encoding="utf-8")).get(_FIELD)
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not a readable JSON object: {error}") from error
+    value = read_object(path).get(_FIELD) if path.is_file() else None
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(map(_is_id, ids)):
-        allowed = "an integer, a list of integers, or null"
-        raise CheckpointError(f"{where}: {_FIELD}={value!r} is not allowed; allowed: {allowed}")
+    if not all(map(is_integer, ids)):
+        where, allowed = f"{path.parent.name}/{path.name}", "an integer, a list of integers, or null"
+        raise CheckpointError(f"{where}: {_FIELD}={shortened(repr(value))} is not allowed; allowed: {allowed}")
     return ids
-
-
-def _is_id(value: object) -> bool:
-    # True is an integer to Python, and never a token.
-    return isinstance(value, int) and not isinstance(value, bool)
