@@ -7,7 +7,7 @@ layer of the next step. ``baselines/admission.py`` says which of them are copied
 result depends on the prediction. The first resident set is the last prompt token's own selection.
 The paper drafts row 1's token with an EAGLE-3 head. There are none here: row 1's token is self-speculated as in
 DualDecoder (what the row 1 before it produced), or comes from a small draft model of the same vocabulary. The paper
-does not say how a group's heads are merged: by their largest bound, here.
+does not say how a group's heads are merged: by the sum of their bounds, here, as in ``baselines/quest.py``.
 On a GPU scores and admission run on one side stream and copies on another, beside the layers that follow.
 Suffixes: as in ``baselines/summaries.py``.
 """

@@ -157,8 +157,9 @@ def key_bounds(keys: Tensor) -> Tensor:
 
 
 def bound_scores(q_BRHD: Tensor, bounds_BKNYD: Tensor, blocks_B: Tensor) -> Tensor:
-    """Score of every block for every row, ``[B, R, K, N]`` fp32: the largest bound of the group's query heads.
+    """Score of every block for every row, ``[B, R, K, N]`` fp32: the sum of the bounds of the group's query heads.
 
+    As large as the sum of their products with any key of the block. ``baselines/quest.py`` says why the sum.
     The bound is a product of twice the head size: the smallest key with the negative part of the query, the largest
     with the positive part. Blocks from ``blocks_B`` on do not exist and score -inf.
     """
@@ -166,7 +167,7 @@ def bound_scores(q_BRHD: Tensor, bounds_BKNYD: Tensor, blocks_B: Tensor) -> Tens
     q_BKMD = q_BRHD.float().unflatten(2, (heads, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)  # M = rows * group
     parts_BKME = torch.cat((q_BKMD.clamp(max=0), q_BKMD.clamp(min=0)), dim=-1)
     scores_BKMN = parts_BKME @ bounds_BKNYD.float().flatten(3).mT
-    scores_BRKN = scores_BKMN.unflatten(2, (rows, -1)).amax(dim=3).transpose(1, 2)
+    scores_BRKN = scores_BKMN.unflatten(2, (rows, -1)).sum(dim=3).transpose(1, 2)
     beyond_BN = torch.arange(blocks, device=blocks_B.device) >= blocks_B[:, None]
     return scores_BRKN.masked_fill(beyond_BN[:, None, None], -torch.inf)
 

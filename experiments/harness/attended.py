@@ -12,6 +12,7 @@ need keys that are gone; nor of one that does not say what it attends to.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from dualdecoder.method import KVMethod
 
 # Steps that are observed, beside all others and never timed.
 OBSERVED_STEPS = 4
+# The experiments whose rows are speeds of methods.
+SPEEDS = ("method_time", "step_time", "throughput")
 # A speed with a smaller share is one of less work.
 EQUAL_WORK = 0.99
 
@@ -69,6 +72,19 @@ def attended_share(method: KVMethod, step: Callable[[], object]) -> AttendedShar
 def is_equal_work(share: float | None) -> bool:
     """Whether a speed may be compared with that of a method that attends to all of its true set."""
     return share is not None and share >= EQUAL_WORK
+
+
+def known_share(row: dict[str, Any]) -> float | None:
+    """The share of its true set that a row of a speed table attended to; None where it is not known.
+
+    Older records do not have it; only for a method with exact attention it is known without.
+    """
+    share = row.get("attended_share")
+    # Of a table's row, an empty cell is NaN.
+    if share is not None and not math.isnan(share):
+        return share
+    can = row.get("capabilities")
+    return 1.0 if isinstance(can, dict) and can.get("exact") else None
 
 
 class _Counts:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from experiments.harness.attended import SPEEDS, is_equal_work, known_share
 from experiments.harness.records import Record
 from experiments.reporting.collect import hardware
 
@@ -46,10 +47,14 @@ class Number:
 
 @dataclass(frozen=True)
 class Finding:
-    """One check on one kind of hardware; without records `number` is None."""
+    """One check on one kind of hardware; without records `number` is None.
+
+    left_out: rows that would have counted, were their speeds known to be those of equal work.
+    """
 
     check: dict[str, Any]
     number: Number | None
+    left_out: int = 0
 
     @property
     def holds(self) -> bool:
@@ -98,7 +103,7 @@ def judge(claims: list[dict[str, Any]], records: list[Record]) -> list[Verdict]:
     for claim in claims:
         found = [Verdict(claim, name, _findings(claim, name, group)) for name, group in sorted(groups.items())]
         reached = [verdict for verdict in found if verdict.words != NOT_RUN]
-        verdicts += reached or [Verdict(claim, None, [Finding(check, None) for check in claim["checks"]])]
+        verdicts += reached or [Verdict(claim, None, _nowhere(claim, found))]
     return verdicts
 
 
@@ -110,9 +115,17 @@ def tag(name: str) -> str:
 def _findings(claim: dict[str, Any], name: str, records: list[Record]) -> list[Finding]:
     on_gpu = name != "any" and not name.startswith("CPU ")
     return [
-        Finding(check, _number(check, records) if on_gpu or not check.get("needs_gpu") else None)
+        Finding(check, _number(check, records), _left_out(check, records))
+        if on_gpu or not check.get("needs_gpu")
+        else Finding(check, None)
         for check in claim["checks"]
     ]
+
+
+def _nowhere(claim: dict[str, Any], found: list[Verdict]) -> list[Finding]:
+    """What is said of a claim that no hardware has a number for."""
+    left_out = [sum(verdict.findings[place].left_out for verdict in found) for place in range(len(claim["checks"]))]
+    return [Finding(check, None, rows) for check, rows in zip(claim["checks"], left_out, strict=True)]
 
 
 def _number(check: dict[str, Any], records: list[Record]) -> Number | None:
@@ -135,7 +148,21 @@ def _single(spec: dict[str, Any], records: list[Record]) -> Number | None:
     return Number(value, _spread(rows[values.index(value)], spec.get("samples")) if value in values else None)
 
 
+def _left_out(check: dict[str, Any], records: list[Record]) -> int:
+    specs = [check, *({**check, **check[key]} for key in ("over", "minus") if key in check)]
+    return sum(not _counts(spec, row) for spec in specs for row in _matching(spec, records))
+
+
 def _rows(spec: dict[str, Any], records: list[Record]) -> Iterable[dict[str, Any]]:
+    return (row for row in _matching(spec, records) if _counts(spec, row))
+
+
+def _counts(spec: dict[str, Any], row: dict[str, Any]) -> bool:
+    """A speed counts only if the method is known to have attended to what it should have."""
+    return spec["experiment"] not in SPEEDS or is_equal_work(known_share(row))
+
+
+def _matching(spec: dict[str, Any], records: list[Record]) -> Iterable[dict[str, Any]]:
     return (
         row
         for record in records

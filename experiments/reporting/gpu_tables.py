@@ -4,7 +4,7 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.harness.attended import is_equal_work
+from experiments.harness.attended import is_equal_work, known_share
 
 GB = 1e9
 PLACES = ("gpu", "host")
@@ -20,18 +20,6 @@ MEASURED = (
 def step_numbers(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of step_time without their raw samples and byte categories."""
     return rows.drop(columns=["step_ms", "gpu"]).sort_values(["context", "batch"], kind="stable").reset_index(drop=True)
-
-
-def known_share(row: dict[str, Any]) -> float | None:
-    """The share of its true set that a row of a speed table attended to; None where it is not known.
-
-    Older records do not have it; only for a method with exact attention it is known without.
-    """
-    share = row.get("attended_share")
-    if share is not None and not pd.isna(share):
-        return share
-    can = row.get("capabilities")
-    return 1.0 if isinstance(can, dict) and can.get("exact") else None
 
 
 def work_texts(table: pd.DataFrame) -> dict[str, list[str]]:

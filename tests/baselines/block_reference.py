@@ -13,9 +13,9 @@ BLOCK = 16
 
 
 def bound(q_GD: np.ndarray, keys_CD: np.ndarray) -> float:
-    """The largest upper bound of a product of one of the queries with a key between the block's extremes."""
+    """An upper bound of the sum of the queries' products with a key between the block's extremes."""
     low, high = keys_CD.min(axis=0), keys_CD.max(axis=0)
-    return max(sum(max(x * a, x * b) for x, a, b in zip(q, low, high, strict=True)) for q in q_GD)
+    return sum(sum(max(x * a, x * b) for x, a, b in zip(q, low, high, strict=True)) for q in q_GD)
 
 
 def best_blocks(q_GD: np.ndarray, keys_TD: np.ndarray, blocks: int, count: int) -> list[int]:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from baselines.quest import Quest, QuestConfig
+from baselines.summaries import key_bounds
 from dualdecoder.config import ModelConfig
 from dualdecoder.engine import Engine
 from dualdecoder.selection_replay import ReplayConfig, replay_selection
@@ -144,3 +145,30 @@ def test_a_replayed_selection_moves_once_a_step_though_a_layer_is_dense() -> Non
             assert method.attend(layer, *(torch.randn(2, 1, heads, 16) for heads in (6, 2, 2))).isfinite().all()
         method.end_step()
     assert int(replay.step) == 4
+
+
+def test_a_group_merged_by_its_sum_keeps_more_attention_than_by_its_largest_bound(smollm2: Engine, manual) -> None:
+    """And less than a set of each query head, as it must. Positions of a real text; layers that select."""
+    kept: dict[str, list[float]] = {"largest": [], "sum": [], "per head": []}
+    for q_THD, _, k_TKD, _ in smollm2.prefill(manual(1024)).layers[2:]:
+        for position in (600, 800, 1000):
+            for head, keys_PD in enumerate(k_TKD[: position + 1].unbind(1)):
+                q_GD = q_THD[position].unflatten(0, (k_TKD.shape[1], -1))[head]
+                mass_GN, tail_G = page_mass(q_GD, keys_PD)
+                low_ND, high_ND = key_bounds(keys_PD[: len(keys_PD) // BLOCK * BLOCK].unflatten(0, (-1, BLOCK))).unbind(
+                    1
+                )
+                bound_GN = q_GD.clamp(max=0) @ low_ND.T + q_GD.clamp(min=0) @ high_ND.T
+                merged = {"largest": bound_GN.amax(0, keepdim=True), "sum": bound_GN.sum(0, keepdim=True)}
+                for name, score_XN in {**merged, "per head": bound_GN}.items():
+                    pages_GS = score_XN.topk(7).indices.expand(len(q_GD), -1)
+                    kept[name].append(float((mass_GN.gather(1, pages_GS).sum(1) + tail_G).mean()))
+    largest, summed, per_head = (torch.tensor(values).mean() for values in kept.values())
+    assert largest + 0.01 < summed < per_head
+
+
+def page_mass(q_GD: torch.Tensor, keys_PD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense attention's probability in each full page ``[G, N]``, and behind them ``[G]``."""
+    probability_GP = (q_GD @ keys_PD.T * q_GD.shape[1] ** -0.5).softmax(dim=-1)
+    full = len(keys_PD) // BLOCK * BLOCK
+    return probability_GP[:, :full].unflatten(1, (-1, BLOCK)).sum(2), probability_GP[:, full:].sum(1)

@@ -187,13 +187,31 @@ def test_tables_hold_the_numbers_and_say_where_they_come_from(put, tmp_path: Pat
     for experiment in EXPERIMENTS:
         put(experiment)
     build_report(tmp_path)
-    # The record is from before shares of the true set were measured.
-    line = "| 1K | 2 | dualdecoder | 173.9 | 11.5 (10.3-17.6) | - | - | 87.5 | 1.00 | 0.00 | 0.00 | - |"
+    line = "| 1K | 2 | dualdecoder | 173.9 | 11.5 (10.3-17.6) | 100.0 | yes | 87.5 | 1.00 | 0.00 | 0.00 | - |"
     assert line in text(tmp_path, "throughput")
     assert "| 1K | 256 | 16 | self | 70.0 | 88.0 | - |" in text(tmp_path, "prediction")
     assert "| vt | 2 | 75.0 (50.0-100.0) | 75.0 (50.0-100.0) |" in text(tmp_path, "ruler")
     numbers = pd.read_csv(tmp_path / "tables" / "throughput.csv")
     assert numbers["step_ms_p50"].tolist() == [11.5, 11.5]
+
+
+@pytest.mark.parametrize(
+    ("work", "cells"),
+    [
+        ({"attended_share": 0.144, "attended_share_basis": "144 of 1000"}, "14.4 | NO"),
+        ({"attended_share": 0.98999, "attended_share_basis": "98999 of 100000"}, "99.0 | NO"),
+        ({"attended_share": None, "attended_share_basis": "unknown: evicted"}, "unknown | unknown"),
+        ({}, "- | -"),
+    ],
+)
+def test_less_than_equal_work_is_marked(put, rows, tmp_path: Path, work: dict, cells: str) -> None:
+    """The last is a record from before shares were measured, beside one that has them."""
+    full, dual = rows["throughput"]
+    older = {key: value for key, value in dual.items() if not key.startswith("attended_share") and key != "remark"}
+    put("throughput", rows=[full, {**older, **work}])
+    build_report(tmp_path)
+    assert f"| 1K | 2 | dualdecoder | 173.9 | 11.5 (10.3-17.6) | {cells} | 87.5 |" in text(tmp_path, "throughput")
+    assert "| 1K | 2 | full_kv | 173.9 | 11.5 (10.3-17.6) | 100.0 | yes | - |" in text(tmp_path, "throughput")
 
 
 def test_residency_reads_by_model_context_and_method(put_residency, tmp_path: Path) -> None:

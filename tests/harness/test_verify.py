@@ -87,6 +87,30 @@ def test_a_check_may_take_only_records_with_some_settings(put, rows, tmp_path: P
     assert [finding.number.value for finding in verdict.findings] == [300.0, 100.0, 500.0]
 
 
+@pytest.mark.parametrize("work", [{"attended_share": 0.98}, {"attended_share": None}, {}])
+def test_a_speed_of_less_work_answers_for_nothing(put, rows, tmp_path: Path, work: dict[str, Any]) -> None:
+    full, dual = ({k: v for k, v in row.items() if k != "attended_share"} for row in rows["throughput"])
+    put("throughput", rows=[{**full, "attended_share": 1.0}, {**dual, **work}])
+    over = {**CHECK, "where": {"method": "full_kv"}, "over": {"where": {"method": "dualdecoder"}}}
+    kept = {**CHECK, "where": {"method": "full_kv"}}
+    alone, ratio, both = (claim(*checks) for checks in ([CHECK], [over], [kept, CHECK]))
+    verdicts = judge([alone, ratio, both], collect(tmp_path).ok)
+    assert [verdict.words for verdict in verdicts] == ["not run", "not run", "partly"]
+    assert [[finding.left_out for finding in verdict.findings] for verdict in verdicts] == [[1], [1], [0, 1]]
+    markdown = claims_markdown(verdicts)
+    assert markdown.count("not run: no record whose work is known to be equal") == 2
+    assert markdown.count("| no record of equal work |") == 3
+
+
+def test_of_exact_attention_the_share_is_known_without_a_measurement(put, rows, tmp_path: Path) -> None:
+    full, dual = ({k: v for k, v in row.items() if k != "attended_share"} for row in rows["throughput"])
+    can = {"exact": True, "recalls": True, "offloads": False}
+    put("throughput", rows=[{**full, "capabilities": can}, {**dual, "capabilities": {**can, "exact": False}}])
+    checks = [{**CHECK, "where": {"method": name}} for name in ("full_kv", "dualdecoder")]
+    (verdict,) = judge([claim(*checks)], collect(tmp_path).ok)
+    assert [finding.number is None for finding in verdict.findings] == [False, True]
+
+
 def test_each_kind_of_hardware_is_judged_apart(put, rows, gpu_environment, tmp_path: Path) -> None:
     put("throughput", "cpu")
     on_gpu = [{**row, "device": "cuda", "tokens_per_s": 1000.0} for row in rows["throughput"]]
