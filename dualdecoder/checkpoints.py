@@ -100,6 +100,14 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Any:
         raise CheckpointError(f"model={source!r}: {what}") from error
 
 
+def shape_of(source: str | os.PathLike[str]) -> ModelConfig:
+    """The shape of ``source`` as its config says it: no weights are read. Raises as ``load_model`` does."""
+    source = _text(source)
+    if source.startswith(RANDOM_PREFIX):
+        return named_shape(source.removeprefix(RANDOM_PREFIX))
+    return read_model_config(resolve(source), source)
+
+
 def named_shape(name: str) -> ModelConfig:
     """The shape called ``name``; raises ``ConfigError`` listing the known ones."""
     if name not in SHAPES:

@@ -18,6 +18,9 @@ from dualdecoder.errors import require
 from dualdecoder.ledger import Ledger
 from dualdecoder.method import KVMethod
 
+# A context holds at least as many sets, so that what is selected next is not what was selected last.
+REPLAYED_SETS = 4
+
 
 @dataclass(frozen=True)
 class ReplayConfig:
@@ -37,7 +40,8 @@ class SelectionReplay:
 
     def __init__(self, config: ReplayConfig, shape: tuple[int, int, int], slots: int, ledger: Ledger) -> None:
         chunks = shape[-1]
-        require(chunks >= 4 * slots, "context", chunks, f"at least {4 * slots} chunks for a synthetic selection")
+        least = REPLAYED_SETS * slots
+        require(chunks >= least, "context", chunks, f"at least {least} chunks for a synthetic selection")
         self.slots, self.chunks = slots, chunks
         self.moved = round((1 - config.reuse) * slots)
         self.right = round(config.accuracy * slots)

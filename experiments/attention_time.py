@@ -17,12 +17,20 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor
 
-from dualdecoder.checkpoints import named_shape
 from dualdecoder.config import ModelConfig, dtype_from_name
+from dualdecoder.errors import require
 from dualdecoder.ledger import Ledger
-from experiments.harness.gpu import measured_rates, median_ms, require_gpu
+from experiments.harness.checks import (
+    check_model,
+    is_integer,
+    require_gpu,
+    require_list,
+    require_natural,
+    require_positive,
+)
+from experiments.harness.gpu import measured_rates, median_ms
+from experiments.harness.model_names import shape_in
 from experiments.harness.points import run_point
-from experiments.harness.workload import require_positive
 from experiments.reporting.terminal import show_point
 
 Variant = tuple[str, Callable[[], Tensor]]
@@ -33,15 +41,29 @@ MOST_ERROR = 0.02
 @hydra.main(version_base="1.3", config_path="../conf", config_name="attention_time")
 def main(cfg: DictConfig) -> None:
     """Record and print all variants at one batch and context."""
-    show_point(run_point("attention_time", cfg, measure))
+    show_point(run_point("attention_time", cfg, measure, check=check, weights=False))
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise ConfigError for settings that cannot be measured."""
+    require_positive(cfg, "context", "batch")
+    require(cfg.context >= 2, "context", cfg.context, "at least 2 tokens: the last one is the step's own")
+    require_natural(cfg, "seed")
+    if len(cfg.tunings) > 0:
+        require_list(cfg, "tunings", _is_tuning, "lists of three: tokens of a tile, warps, stages")
+    check_model(cfg)
+
+
+def _is_tuning(numbers: Any) -> bool:
+    return isinstance(numbers, list) and len(numbers) == 3 and all(is_integer(number, 1) for number in numbers)
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     """One row a variant: microseconds, bytes per second, share of the copy rate, distance from the fp32 result."""
-    require_positive(cfg, "context", "batch")
+    check(cfg)
     require_gpu()
     copy_rate = measured_rates().copy
-    shape, dtype = named_shape(cfg.model.shape), dtype_from_name(cfg.model.dtype)
+    shape, dtype = shape_in(cfg.model), dtype_from_name(cfg.model.dtype)
     torch.manual_seed(cfg.seed)
     size = (cfg.batch, shape.kv_heads, 2, cfg.context, shape.head_dim)
     past_BKXPD = torch.randn(size, dtype=dtype, device="cuda")

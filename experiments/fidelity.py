@@ -25,13 +25,21 @@ from dualdecoder.errors import require
 from dualdecoder.method import KVMethod
 from dualdecoder.prefill import PrefillSnapshot
 from experiments.harness.attention_mass import MassWatch, can_watch
+from experiments.harness.checks import (
+    check_context,
+    check_device,
+    check_method,
+    check_methods,
+    check_text_model,
+    require_positive,
+    require_positive_list,
+)
 from experiments.harness.points import run_point
 from experiments.harness.teacher import forced_logits
 from experiments.harness.workload import (
     engine_for,
     manual_prompt,
     progress,
-    require_positive,
     with_methods,
     with_value,
 )
@@ -41,17 +49,27 @@ from experiments.reporting.terminal import show_point
 @hydra.main(version_base="1.3", config_path="../conf", config_name="fidelity")
 def main(cfg: DictConfig) -> None:
     """Record and print one context, all methods and budgets."""
-    show_point(run_point("fidelity", with_methods(cfg), measure))
+    show_point(run_point("fidelity", cfg, measure, check=check, prepare=with_methods))
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise ConfigError for settings that cannot be measured."""
+    require_positive(cfg, "context", "steps", "texts")
+    require(cfg.steps >= 2, "steps", cfg.steps, "at least 2: the first token's distribution is the prefill's")
+    require_positive_list(cfg, "budgets")
+    check_device(cfg.device)
+    check_methods(cfg, cfg.device)
+    for label, method in cfg.methods.items():
+        for budget in cfg.budgets:
+            check_method(method, cfg.device, _options(cfg, label, budget))
+    check_context(cfg, check_text_model(cfg, cfg.dtype), "context", more=cfg.steps)
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     """One row a method and budget; a method whose options do not depend on the budget has one row."""
     cfg = with_methods(cfg)
-    require_positive(cfg, "context", "steps", "texts")
-    require(cfg.steps >= 2, "steps", cfg.steps, "at least 2: the first token's distribution is the prefill's")
+    check(cfg)
     full = engine_for(cfg.model, "full_kv", {}, cfg.device, cfg.dtype)
-    most = full.model.config.max_context
-    require(cfg.context + cfg.steps <= most, "context", cfg.context, f"with steps at most {most} of {cfg.model.name}")
     engines = _engines(cfg)
     compared: dict[tuple[str, int | None], list[Comparison]] = {key: [] for key in engines}
     for number in range(cfg.texts):
@@ -71,7 +89,6 @@ def _engines(cfg: DictConfig) -> dict[tuple[str, int | None], Engine]:
         varies = len({str(chosen) for chosen in options.values()}) > 1 or "budget" in str(cfg.methods[label])
         for budget, chosen in options.items() if varies else [(None, options[cfg.budgets[0]])]:
             found[label, budget] = engine_for(cfg.model, cfg.methods[label].name, chosen, cfg.device, cfg.dtype)
-    require(len(found) > 0, "methods", [], "one or more names of methods")
     return found
 
 

@@ -11,14 +11,20 @@ import torch
 from omegaconf import DictConfig
 
 from dualdecoder.buffers import ChunkBuffer
-from dualdecoder.checkpoints import named_shape
 from dualdecoder.config import DualDecoderConfig, ModelConfig, dtype_from_name
 from dualdecoder.dual import DualDecoder
 from dualdecoder.ledger import Ledger
 from dualdecoder.ops import Counting, History, LayerState
-from experiments.harness.gpu import measured_rates, median_ms, require_gpu
+from experiments.harness.checks import (
+    check_model,
+    check_synthetic,
+    require_gpu,
+    require_positive,
+    require_positive_list,
+)
+from experiments.harness.gpu import measured_rates, median_ms
+from experiments.harness.model_names import shape_in
 from experiments.harness.points import run_point
-from experiments.harness.workload import require_positive
 from experiments.reporting.terminal import show_point
 
 GATHERS = ((32, 4, 4), (16, 4, 4), (8, 8, 8), (132, 4, 4))
@@ -27,12 +33,20 @@ GATHERS = ((32, 4, 4), (16, 4, 4), (8, 8, 8), (132, 4, 4))
 @hydra.main(version_base="1.3", config_path="../conf", config_name="kernel_time")
 def main(cfg: DictConfig) -> None:
     """Record and print all kernels at the configured batches."""
-    show_point(run_point("kernel_time", cfg, measure))
+    show_point(run_point("kernel_time", cfg, measure, check=check, weights=False))
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise ConfigError for settings that cannot be measured."""
+    require_positive(cfg, "context", "budget")
+    require_positive_list(cfg, "batches")
+    check_model(cfg)
+    check_synthetic(cfg, DualDecoderConfig(budget=cfg.budget), decoded=1)
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     """One row a kernel and variant: ms, bytes and the time those bytes take at the measured rate."""
-    require_positive(cfg, "context", "budget")
+    check(cfg)
     require_gpu()
     rates = measured_rates()
     rows = [
@@ -49,7 +63,7 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
 
 def _kernels(cfg: DictConfig, batch: int) -> Iterator[tuple[str, str, float, int, str]]:
     """(kernel, variant, ms, bytes, rate) of every kernel on a two-layer method of this batch."""
-    whole = named_shape(cfg.model.shape)
+    whole = shape_in(cfg.model)
     shape = ModelConfig(**{**vars(whole), "layers": 2})
     config = DualDecoderConfig(budget=cfg.budget, host_sequences=1)
     dtype = dtype_from_name(cfg.model.dtype)

@@ -14,6 +14,15 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from dualdecoder.errors import require
+from experiments.harness.checks import (
+    check_device,
+    check_method,
+    check_text_model,
+    is_number,
+    require_names,
+    require_natural,
+    require_positive,
+)
 from experiments.harness.environment import ROOT, code_hash
 from experiments.harness.points import results_folder, run_point
 from experiments.harness.workload import engine_for
@@ -25,7 +34,22 @@ TASKS_FOLDER = ROOT / "experiments" / "lm_eval_tasks"
 @hydra.main(version_base="1.3", config_path="../conf", config_name="lm_eval")
 def main(cfg: DictConfig) -> None:
     """Record and print the tasks of one method."""
-    show_point(run_point("lm_eval", cfg, measure))
+    show_point(run_point("lm_eval", cfg, measure, check=check))
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise ConfigError for settings that cannot be measured."""
+    require_names(cfg, "tasks", "lm-eval tasks")
+    require_positive(cfg, "batch")
+    require_natural(cfg, "seed", *(name for name in ("fewshot",) if cfg[name] is not None))
+    limit = cfg.limit
+    require(limit is None or (is_number(limit) and limit > 0), "limit", limit, "null, or a positive number of samples")
+    folder = str(cfg.include)
+    require(not folder or Path(folder).is_dir(), "include", folder, "empty, or a folder with task files")
+    check_device(cfg.device)
+    check_method(cfg.method, cfg.device)
+    check_text_model(cfg, cfg.dtype)
+    _known(list(cfg.tasks), _task_manager(cfg))
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:
@@ -34,7 +58,7 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
 
     from experiments.lm_eval_model import DualDecoderLM
 
-    require(len(cfg.tasks) > 0, "tasks", [], "one or more names of lm-eval tasks")
+    check(cfg)
     engine = engine_for(cfg.model, cfg.method.name, cfg.method.options, cfg.device, cfg.dtype)
     resume = str(_kept(cfg)) if cfg.resume else ""
     model = DualDecoderLM(model=cfg.model.source, engine=engine, batch_size=cfg.batch, resume=resume)
@@ -53,7 +77,8 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
 
 def _kept(cfg: DictConfig) -> Path:
     """Where finished requests are kept: a file for each version of the code, as its answers may differ."""
-    return results_folder(cfg.results_dir) / "lm_eval" / "kept" / f"{cfg.model.name}-{code_hash()[:10]}.jsonl"
+    name = f"{cfg.model.name.replace('/', '-')}-{code_hash()[:10]}.jsonl"
+    return results_folder(cfg.results_dir) / "lm_eval" / "kept" / name
 
 
 def _task_manager(cfg: DictConfig) -> Any:

@@ -16,17 +16,25 @@ import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from dualdecoder.config import MethodConfig, dtype_from_name
-from dualdecoder.errors import CapacityError, require
+from dualdecoder.config import ChunkConfig, MethodConfig, dtype_from_name
+from dualdecoder.errors import CapacityError, ContextError, require
 from dualdecoder.method import KVMethod, method_class, method_config
 from dualdecoder.model import Decoder
 from dualdecoder.planning import check_memory
-from dualdecoder.selection_replay import ReplayConfig, replay_selection
-from experiments.harness.gpu import LinkRate, link_rate, measured_rates, require_gpu
+from dualdecoder.selection_replay import REPLAYED_SETS, ReplayConfig, replay_selection
+from experiments.harness.checks import (
+    check_model,
+    check_synthetic,
+    require_gpu,
+    require_natural,
+    require_positive,
+    require_shares,
+)
+from experiments.harness.gpu import LinkRate, link_rate, measured_rates
 from experiments.harness.points import run_point
 from experiments.harness.rows import ROW_FIELDS
 from experiments.harness.steps import EXTRA_STEPS, Steps, model_of, step_floors, time_steps
-from experiments.harness.workload import method_setting, require_positive
+from experiments.harness.workload import method_setting
 from experiments.reporting.terminal import show_point
 
 OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, CapacityError)
@@ -35,18 +43,33 @@ OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, CapacityError)
 @hydra.main(version_base="1.3", config_path="../conf", config_name="method_time")
 def main(cfg: DictConfig) -> None:
     """Record and print one method, context and batch."""
-    show_point(run_point("method_time", cfg, measure))
+    show_point(run_point("method_time", cfg, measure, check=check))
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise ConfigError for settings that cannot be measured."""
+    require_positive(cfg, "context", "batch", "warmup", "steps")
+    require_natural(cfg, "host_sequences", "seed")
+    require_shares(cfg, "reuse", "accuracy")
+    require("cuda" in method_class(cfg.method.name).devices, "method", cfg.method.name, "a method with GPU kernels")
+    check_model(cfg)
+    config, decoded = settings_of(cfg), _decoded(cfg)
+    require(cfg.context > decoded, "context", cfg.context, f"more than the {decoded} tokens that are decoded")
+    if isinstance(config, ChunkConfig):
+        check_synthetic(cfg, config, decoded, sets=REPLAYED_SETS)
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     """One row; with ``outcome`` "out of memory" and no times if the weights and the method do not fit."""
-    require_positive(cfg, "context", "batch", "warmup", "steps")
+    check(cfg)
     require_gpu()
-    require("cuda" in method_class(cfg.method.name).devices, "method", cfg.method.name, "a method with GPU kernels")
     copy_rate = measured_rates().copy
     torch.cuda.empty_cache()
     try:
         return [measure_on(cfg, "cuda", copy_rate)]
+    except ContextError:
+        # More memory would not help.
+        raise
     except OUT_OF_MEMORY as error:
         problem = str(error).splitlines()[0]
     # Outside the handler: the error's traceback holds the tensors that were there.
@@ -108,10 +131,14 @@ def _keys(cfg: DictConfig) -> dict[str, Any]:
     return {**names, "context": cfg.context, "batch": cfg.batch, "budget": setting["options"].get("budget")}
 
 
+def _decoded(cfg: DictConfig) -> int:
+    """Tokens that are decoded in both measurements together."""
+    return 2 * (cfg.warmup + cfg.steps + EXTRA_STEPS)
+
+
 def _filled(cfg: DictConfig, model: Decoder, config: MethodConfig, device: str) -> KVMethod:
     """The method with as many synthetic tokens as leave room for all steps of both measurements."""
-    steps = 2 * (cfg.warmup + cfg.steps + EXTRA_STEPS)
-    require(cfg.context > steps, "context", cfg.context, f"more than the {steps} tokens that are decoded")
+    steps = _decoded(cfg)
     chosen, sizes = method_class(cfg.method.name), {"batch": cfg.batch, "context": cfg.context}
     dtype = dtype_from_name(cfg.model.dtype)
     check_memory(chosen.plan(model.config, config, **sizes, dtype=dtype, device_type=device), torch.device(device))

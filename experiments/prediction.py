@@ -20,30 +20,45 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from dualdecoder.config import SPECULATIONS
 from dualdecoder.errors import require
+from dualdecoder.method import method_config
 from dualdecoder.prefill import PrefillSnapshot
 from dualdecoder.telemetry import FIELDS
 from experiments.harness.cache_simulation import Shares, last_set_shares, lru_shares, optimal_shares
+from experiments.harness.checks import check_context, check_text_model, is_number, require_list, require_positive
 from experiments.harness.points import run_point
-from experiments.harness.workload import engine_for, manual_prompt, progress, question_prompt, require_positive
+from experiments.harness.workload import engine_for, manual_prompt, progress, question_prompt
 from experiments.reporting.terminal import show_point
 
+# Of the speculations, those with a second row.
+SEEDS = tuple(name for name in SPECULATIONS if name != "none")
 PROMPTS = {"continue": manual_prompt, "question": question_prompt}
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="prediction")
 def main(cfg: DictConfig) -> None:
     """Record and print one context and budget, all speculation seeds on one prefill."""
-    show_point(run_point("prediction", cfg, measure))
+    show_point(run_point("prediction", cfg, measure, check=check))
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise ConfigError for settings that cannot be measured."""
+    require(cfg.prompt in PROMPTS, "prompt", cfg.prompt, ", ".join(PROMPTS))
+    require_positive(cfg, "context", "steps")
+    require(cfg.steps >= 2, "steps", cfg.steps, "at least 2: the first has none before it")
+    require_list(cfg, "capacities", lambda multiple: is_number(multiple) and multiple >= 1, "numbers of 1 or more each")
+    require_list(cfg, "speculations", lambda name: name in SEEDS, f"one or more of {', '.join(SEEDS)}, in []")
+    config = method_config("dualdecoder", {"budget": cfg.budget})
+    least = config.local + config.chunk
+    require(cfg.context >= least, "context", cfg.context, f"at least {least} tokens: with fewer nothing is selected")
+    check_context(cfg, check_text_model(cfg), "context", more=cfg.steps + 1)
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     """Rows for every speculation: over all, by layer, by step, by cache."""
+    check(cfg)
     engine = engine_for(cfg.model, "dualdecoder", {"budget": cfg.budget})
-    require(cfg.prompt in PROMPTS, "prompt", cfg.prompt, ", ".join(PROMPTS))
-    require_positive(cfg, "context", "steps")
-    require(cfg.steps >= 2, "steps", cfg.steps, "at least 2: the first has none before it")
-    require(all(multiple >= 1 for multiple in cfg.capacities), "capacities", list(cfg.capacities), "1 or more each")
     snapshot = engine.prefill(PROMPTS[cfg.prompt](engine, cfg.context))
     rows = [row for speculation in cfg.speculations for row in _rows(cfg, snapshot, speculation)]
     common = {"model": cfg.model.name, **{key: cfg[key] for key in ("prompt", "context", "budget")}}

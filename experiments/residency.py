@@ -7,16 +7,18 @@ python -m experiments.residency -m context=65536,131072,262144,524288
 from typing import Any
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from dualdecoder.checkpoints import named_shape
 from dualdecoder.config import ModelConfig, dtype_from_name
+from dualdecoder.errors import require
 from dualdecoder.ledger import MemoryPlan
 from dualdecoder.method import method_config
 from dualdecoder.model import planned_weight_bytes
 from dualdecoder.planning import activation_bytes, plan_memory
+from experiments.harness.checks import check_model, is_number, plain, require_positive
+from experiments.harness.model_names import shape_in
 from experiments.harness.points import run_point
-from experiments.harness.workload import require_positive, with_methods
+from experiments.harness.workload import with_methods
 from experiments.reporting.terminal import show_point
 
 IDEAL = "ideal"
@@ -25,13 +27,23 @@ IDEAL = "ideal"
 @hydra.main(version_base="1.3", config_path="../conf", config_name="residency")
 def main(cfg: DictConfig) -> None:
     """Record and print one model and context, all methods."""
-    show_point(run_point("residency", with_methods(cfg), measure))
+    show_point(run_point("residency", cfg, measure, prepare=with_methods, check=check, weights=False))
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise ConfigError for settings that cannot be planned."""
+    require_positive(cfg, "context", "batch")
+    cap = cfg.hardware.gpu_budget_gib
+    require(is_number(cap) and cap > 0, "hardware.gpu_budget_gib", cap, "a positive number")
+    check_model(cfg)
+    for method in cfg.methods.values():
+        method_config(method.name, plain(method.options))
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     """One row a method, and one for ``ideal``: weights and activations only (the paper's bound, not a system)."""
     cfg = with_methods(cfg)
-    require_positive(cfg, "context", "batch")
+    check(cfg)
     cap = int(cfg.hardware.gpu_budget_gib * 2**30)
     return [_row(cfg, method, cap) for method in (IDEAL, *cfg.methods)]
 
@@ -69,11 +81,11 @@ def largest_batch(cfg: DictConfig, label: str, cap: int) -> int:
 
 
 def _plan(cfg: DictConfig, label: str, batch: int) -> MemoryPlan:
-    shape, dtype = named_shape(cfg.model.shape), dtype_from_name(cfg.model.dtype)
+    shape, dtype = shape_in(cfg.model), dtype_from_name(cfg.model.dtype)
     if label == IDEAL:
         return _ideal(shape, batch, dtype)
     method = cfg.methods[label]
-    options = OmegaConf.to_container(method.options, resolve=True)
+    options = plain(method.options)
     return plan_memory(shape, method.name, method_config(method.name, options), batch, cfg.context, dtype)
 
 

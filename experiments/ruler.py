@@ -15,13 +15,20 @@ import hydra
 from omegaconf import DictConfig
 
 from dualdecoder.engine import Engine
-from dualdecoder.errors import require
 from dualdecoder.prefill import PrefillSnapshot
+from experiments.harness.checks import (
+    check_context,
+    check_device,
+    check_methods,
+    check_text_model,
+    require_positive,
+)
 from experiments.harness.points import run_point
 from experiments.harness.statistics import mean_interval
-from experiments.harness.workload import engine_for, progress, require_positive, with_methods
+from experiments.harness.workload import engine_for, progress, with_methods
 from experiments.reporting.terminal import show_point
 from experiments.ruler_tasks import DataFiles, NoData, RulerSample, Sampler, prompts_used, score, task_named
+from experiments.ruler_tasks.material import HUB, local_file
 
 # What a row says of the answers where there are none.
 _NO_DATA: dict[str, Any] = dict.fromkeys(("score", "scores", "ci95", "interval", "prefill_s", "answer_s"))
@@ -30,22 +37,31 @@ _NO_DATA: dict[str, Any] = dict.fromkeys(("score", "scores", "ci95", "interval",
 @hydra.main(version_base="1.3", config_path="../conf", config_name="ruler")
 def main(cfg: DictConfig) -> None:
     """Record and print one task and length, all methods."""
-    show_point(run_point("ruler", with_methods(cfg), measure))
+    show_point(run_point("ruler", cfg, measure, check=check, prepare=with_methods))
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise ConfigError for settings that cannot be measured, and for a data file that is not there."""
+    require_positive(cfg, "samples", "batch", "length")
+    task_named(cfg.task)
+    check_device(cfg.device)
+    check_methods(cfg, cfg.device)
+    check_context(cfg, check_text_model(cfg, cfg.dtype), "length")
+    for name, source in cfg.data.items():
+        # One on the hub is left to the process that measures: it may be large.
+        if source and not source.startswith(HUB):
+            local_file(name, source)
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     """One row a method: score 0 to 100, per-sample scores, answers, 95 % interval, seconds."""
     cfg = with_methods(cfg)
-    require_positive(cfg, "samples", "batch", "length")
+    check(cfg)
     engines = {
         label: engine_for(cfg.model, m.name, m.options, cfg.device, cfg.dtype) for label, m in cfg.methods.items()
     }
-    require(len(engines) > 0, "methods", [], "one or more names of methods")
-    first = next(iter(engines.values()))
-    most = first.model.config.max_context
-    require(cfg.length <= most, "length", cfg.length, f"at most {most} tokens, the context of {cfg.model.name}")
     try:
-        samples = _samples(cfg, first)
+        samples = _samples(cfg, next(iter(engines.values())))
     except NoData:
         return [{**_head(cfg, label, engine), "samples": 0, **_NO_DATA} for label, engine in engines.items()]
     return _rows(cfg, engines, samples)

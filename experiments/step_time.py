@@ -16,11 +16,19 @@ from omegaconf import DictConfig
 from dualdecoder.config import DualDecoderConfig, dtype_from_name
 from dualdecoder.dual import DualDecoder
 from dualdecoder.model import Decoder
-from dualdecoder.selection_replay import ReplayConfig, replay_selection
-from experiments.harness.gpu import gather_rate, measured_rates, require_gpu
+from dualdecoder.selection_replay import REPLAYED_SETS, ReplayConfig, replay_selection
+from experiments.harness.checks import (
+    check_model,
+    check_synthetic,
+    require_gpu,
+    require_natural,
+    require_positive,
+    require_shares,
+)
+from experiments.harness.gpu import gather_rate, measured_rates
 from experiments.harness.points import run_point
 from experiments.harness.steps import EXTRA_STEPS, model_of, step_floors, time_steps
-from experiments.harness.workload import progress, require_positive
+from experiments.harness.workload import progress
 from experiments.reporting.terminal import show_point
 
 # (name, prefetch, missing chunks read in place, transfers): the method as it is, with the other way to the missing
@@ -36,12 +44,26 @@ VARIANTS = (
 @hydra.main(version_base="1.3", config_path="../conf", config_name="step_time")
 def main(cfg: DictConfig) -> None:
     """Record and print one batch and context."""
-    show_point(run_point("step_time", cfg, measure))
+    show_point(run_point("step_time", cfg, measure, check=check))
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise ConfigError for settings that cannot be measured."""
+    require_positive(cfg, "context", "batch", "warmup", "steps", "host_sequences")
+    require_natural(cfg, "seed")
+    require_shares(cfg, "reuse", "accuracy")
+    check_model(cfg)
+    check_synthetic(cfg, DualDecoderConfig(budget=cfg.budget), decoded=_decoded(cfg) + 1, sets=REPLAYED_SETS)
+
+
+def _decoded(cfg: DictConfig) -> int:
+    """Tokens that all variants decode together."""
+    return len(VARIANTS) * (cfg.warmup + cfg.steps + EXTRA_STEPS)
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     """One row a variant."""
-    require_positive(cfg, "context", "batch", "warmup", "steps", "host_sequences")
+    check(cfg)
     require_gpu()
     dtype = dtype_from_name(cfg.model.dtype)
     rates = measured_rates()
@@ -52,8 +74,7 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     sizes = {"batch": cfg.batch, "context": cfg.context, "dtype": dtype}
     method = DualDecoder(model.config, config, **sizes, device="cuda")
     held = torch.cuda.memory_allocated() - before
-    steps = len(VARIANTS) * (cfg.warmup + cfg.steps + EXTRA_STEPS)
-    method.fill_synthetic(cfg.context - steps - 1, cfg.seed)
+    method.fill_synthetic(cfg.context - _decoded(cfg) - 1, cfg.seed)
     replay_selection(method, ReplayConfig(cfg.reuse, cfg.accuracy, cfg.seed))
     gather = gather_rate(method.host.record_bytes)
     rows = [_row(cfg, model, method, variant, rates.copy, gather) for variant in progress(VARIANTS, "step_time")]

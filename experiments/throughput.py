@@ -15,20 +15,28 @@ from omegaconf import DictConfig
 
 from dualdecoder.engine import Run
 from experiments.harness.attended import OBSERVED_STEPS, attended_share
+from experiments.harness.checks import check_context, check_method, check_text_model, require_positive
 from experiments.harness.points import run_point
-from experiments.harness.workload import engine_for, manual_prompt, method_setting, progress, require_positive
+from experiments.harness.workload import engine_for, manual_prompt, method_setting, progress
 from experiments.reporting.terminal import show_point
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="throughput")
 def main(cfg: DictConfig) -> None:
     """Record and print one model, method, context and batch."""
-    show_point(run_point("throughput", cfg, measure))
+    show_point(run_point("throughput", cfg, measure, check=check))
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise ConfigError for settings that cannot be measured."""
+    require_positive(cfg, "context", "batch", "warmup", "steps")
+    check_context(cfg, check_text_model(cfg), "context", more=cfg.warmup + cfg.steps + OBSERVED_STEPS + 1)
+    check_method(cfg.method, "cpu")
 
 
 def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     """One row with every step's time in ms after the warm-up steps."""
-    require_positive(cfg, "context", "batch", "warmup", "steps")
+    check(cfg)
     engine = engine_for(cfg.model, cfg.method.name, cfg.method.options)
     prompts = [manual_prompt(engine, cfg.context, offset=b * cfg.context) for b in range(cfg.batch)]
     run = engine.start(prompts, cfg.warmup + cfg.steps + OBSERVED_STEPS + 1)
@@ -50,7 +58,8 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
             "tokens_per_s": cfg.batch / median(step_ms) * 1e3,
             **attended.columns(),
             "remark": method.remark(),
-            "hit_rate": moved["hit"] / moved["selected"] if "hit" in moved else None,
+            # A context no longer than what stays on the device anyway has nothing to select.
+            "hit_rate": moved["hit"] / moved["selected"] if moved.get("selected") and "hit" in moved else None,
             "urgent_bytes_per_step": moved.get("urgent_bytes", 0.0),
             "prefetched_bytes_per_step": moved.get("prefetched_bytes", 0.0),
             "kv_gpu_bytes": plan.gpu_total,

@@ -36,8 +36,13 @@ def main(outcome: Path) -> None:
 
     text = json.dumps(answer(measure, request["config"]))
     partial = outcome.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(outcome)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(outcome)
+    except OSError as error:
+        # What was measured is not lost with a folder for temporary files that has become full.
+        print(text, flush=True)
+        sys.exit(f"{outcome.parent} cannot be written: {error.strerror}; the outcome is printed above")
 
 
 def answer(measure: Measure, config: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 
+from dualdecoder.errors import ConfigError
+
 ROOT = Path(__file__).resolve().parents[2]
 
 _PACKAGES = ("torch", "triton", "transformers", "numpy")
@@ -22,6 +24,8 @@ _NOT_MEASURING = (
     "experiments/reporting/",
     "experiments/harness/devices.py",
     "experiments/harness/estimate.py",
+    "experiments/harness/portable.py",
+    "experiments/harness/saving.py",
 )
 # Recorded key -> nvidia-smi query field (current values: the link of an idle GPU may be slower than its maximum).
 _GPU_FIELDS = {
@@ -141,7 +145,7 @@ def _commit() -> dict[str, Any]:
     dirty = bool(changes) if changes is not None else None
     if flag := os.environ.get("DUALDECODER_DIRTY"):
         if flag not in ("0", "1"):
-            raise ValueError(f"DUALDECODER_DIRTY is {flag!r}; allowed: 0, 1")
+            raise ConfigError(f"DUALDECODER_DIRTY is {flag!r}; allowed: 0, 1")
         dirty = flag == "1"
     return {"commit": commit, "dirty": dirty}
 

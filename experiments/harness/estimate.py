@@ -47,11 +47,12 @@ def _methods(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def _plan(model: dict[str, Any], method: dict[str, Any], batch: int, tokens: int) -> int:
-    from dualdecoder.checkpoints import named_shape
+    from dualdecoder.checkpoints import shape_of
     from dualdecoder.config import dtype_from_name
     from dualdecoder.method import method_config
     from dualdecoder.planning import plan_memory
+    from dualdecoder.shapes import SHAPES
 
     settings = method_config(method["name"], method.get("options") or {})
-    shape, dtype = named_shape(model["shape"]), dtype_from_name(model["dtype"])
+    shape, dtype = SHAPES.get(model["shape"]) or shape_of(model["shape"]), dtype_from_name(model["dtype"])
     return plan_memory(shape, method["name"], settings, batch, tokens, dtype).gpu_total

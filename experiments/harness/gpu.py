@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from dualdecoder.errors import CapacityError, require
+from dualdecoder.errors import CapacityError
 from dualdecoder.method import KVMethod
 from dualdecoder.pinned import PinnedMemory, peak_pinned_bytes
 
@@ -19,11 +19,6 @@ class Rates:
 
     copy: float
     link: float
-
-
-def require_gpu() -> None:
-    """Raise ConfigError without a GPU."""
-    require(torch.cuda.is_available(), "hardware", "no GPU", "a machine with an NVIDIA GPU")
 
 
 def median_ms(call: Callable[[], object]) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from dualdecoder.errors import ConfigError
 from experiments.harness.child import Measure, answer
 from experiments.harness.devices import Slot, one_gpu
 from experiments.harness.environment import ROOT
@@ -38,13 +39,23 @@ def measure_in_child(measure: Measure, config: dict[str, Any]) -> Outcome:
     file, function = Path(measure.__globals__["__file__"]).resolve(), measure.__qualname__
     assert file.is_file() and function.isidentifier(), measure
     request = {"file": str(file), "function": function, "config": config}
-    with tempfile.TemporaryDirectory(prefix="dualdecoder-") as folder, one_gpu() as slot:
+    with _temporary_folder() as folder, one_gpu() as slot:
         path = Path(folder) / "outcome.json"
         code, stderr = _run(path, request, slot)
         found: dict[str, Any] = {"error": _death(code, stderr)}
         if path.is_file():
             found = json.loads(path.read_text(encoding="utf-8"))
     return _outcome(found, slot)
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="dualdecoder-")
+    except OSError as error:
+        problem = error.strerror or error
+        raise ConfigError(
+            f"TMPDIR: no temporary file can be written: {problem}; allowed: a folder with room"
+        ) from error
 
 
 def measure_here(measure: Measure, config: dict[str, Any]) -> Outcome:

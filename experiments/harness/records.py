@@ -11,7 +11,7 @@ from typing import Any
 from experiments.harness.rows import environment_problem, error_problem, row_problem
 from experiments.harness.untrusted import UntrustedError, find_json, read_json
 
-SCHEMA = 2
+SCHEMA = 3
 # How a point can have ended without rows; too little memory is a result of its own.
 FAILURES = ("failed", "out_of_memory")
 STATUSES = ("running", "ok", *FAILURES)
@@ -32,7 +32,8 @@ class Record:
 
     `started` and `finished` are UTC in ISO 8601, `seconds` is the wall time of the measurement and its process, `error`
     holds type, message and traceback, or for a process that died its exit status and the end of what it printed. A
-    record still "running" belongs to a run that is under way or was interrupted.
+    record still "running" belongs to a run that is under way or was interrupted. `number` counts the records of the
+    same settings in one results folder as they were started, from 1 on: it says which is newer, whatever the clock was.
     """
 
     experiment: str
@@ -46,6 +47,7 @@ class Record:
     status: str = "running"
     error: dict[str, Any] | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
+    number: int = 0
     schema: int = SCHEMA
 
 
@@ -62,6 +64,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "status": (str,),
     "error": (dict, NoneType),
     "rows": (list,),
+    "number": (int,),
 }
 assert set(_TYPES) == {item.name for item in fields(Record)}
 
@@ -90,10 +93,15 @@ def load_records(folder: Path) -> tuple[list[Record], list[RecordError]]:
     return records, errors
 
 
+def record_text(record: Record) -> str:
+    """What a record's file holds. Raises ValueError for numbers that are not finite."""
+    return json.dumps(asdict(record), indent=1, allow_nan=False) + "\n"
+
+
 def write_record(path: Path, record: Record) -> None:
     """Put `record` at `path` whole or not at all. An invalid one raises ValueError (RecordError for a field)."""
     _parse(path, asdict(record))
-    text = json.dumps(asdict(record), indent=1, allow_nan=False) + "\n"
+    text = record_text(record)
     path.parent.mkdir(parents=True, exist_ok=True)
     # The name does not end in .json: a file that a killed process leaves behind is never read as a record.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
@@ -133,13 +141,17 @@ def _parse(path: Path, data: Any) -> Record:
 
 
 def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
-    """Schema 1 knew no `out_of_memory` and no launcher, one process measured all points of a sweep."""
-    if data["schema"] != 1:
+    """What the schemas before did not know yet.
+
+    Schema 1 knew no `out_of_memory` and no launcher, one process measured all points of a sweep. Schema 2 had no
+    number: its records are older than any that has one. Neither had the content of checkpoints and methods.
+    """
+    if data["schema"] == SCHEMA:
         return data
     environment = data.get("environment")
-    if isinstance(environment, dict):
-        environment = {"launcher": "none", **environment}
-    return {**data, "schema": SCHEMA, **({} if environment is None else {"environment": environment})}
+    if data["schema"] == 1 and isinstance(environment, dict):
+        data = {**data, "environment": {"launcher": "none", **environment}}
+    return {"number": 0, **data, "schema": SCHEMA}
 
 
 def _check_schema(path: Path, data: dict[str, Any]) -> None:

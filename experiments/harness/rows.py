@@ -241,6 +241,8 @@ ENVIRONMENT_FIELDS: dict[str, Kind] = {
     "physical_cores": _optional(NUMBER),
     "dirty": Kind("true, false or null", lambda value: value in (True, False, None)),
     "gpu": Kind("a list of one or more GPUs, or null", _is_gpus),
+    "weights": _late(_optional(TEXT)),
+    "method_sources": _late(Kind("digests by name of method", lambda value: isinstance(value, dict))),
 }
 _MESSAGE = Kind("a text", lambda value: isinstance(value, str))
 _GPU_TEXTS = ("name", "memory_mib", "driver", "cuda", "pcie_generation", "pcie_width")

@@ -42,6 +42,7 @@ def with_methods(cfg: DictConfig) -> DictConfig:
     Options may refer to fields of ``cfg``, such as ``${budget}``. A name without a file there is taken as it is (a
     dotted path, say) with its default options. One ``method``, which is a group of its own, takes the place of the
     list. A config whose methods are looked up already comes back unchanged.
+    Raises ConfigError for methods that are no list.
     """
     if one := cfg.get("method"):
         chosen = with_value(cfg, "methods", {one.name: one})
@@ -49,6 +50,7 @@ def with_methods(cfg: DictConfig) -> DictConfig:
         return chosen
     if OmegaConf.is_dict(cfg.methods):
         return cfg
+    require(cfg.methods == [] or OmegaConf.is_list(cfg.methods), "methods", cfg.methods, "a list: methods=[full_kv]")
     files = {name: ROOT / "conf" / "method" / f"{name}.yaml" for name in cfg.methods}
     plain = {name: {"name": name, "options": {}} for name in files}
     found = {name: OmegaConf.load(path) if path.is_file() else plain[name] for name, path in files.items()}
@@ -70,12 +72,6 @@ def with_value(cfg: DictConfig, field: str, value: Any) -> DictConfig:
     OmegaConf.set_struct(changed, False)
     changed[field] = value
     return changed
-
-
-def require_positive(cfg: DictConfig, *fields: str) -> None:
-    """Raise ConfigError unless the named fields are integers of at least 1."""
-    for name in fields:
-        require(isinstance(cfg[name], int) and cfg[name] >= 1, name, cfg[name], "a positive integer")
 
 
 @keep_last(key=lambda source, dtype, device: (weights_id(source), dtype, device))

@@ -85,24 +85,38 @@ def result_folders(results: Path) -> list[Path]:
 def collect_all(results: Path) -> Collection:
     """Every record of every committed folder below `results` together; results/local is nobody's but this machine's."""
     found = [load_records(folder) for folder in result_folders(results) if folder.name != "local"]
-    return _sorted_out(
-        [item for records, _ in found for item in records], [item for _, errors in found for item in errors]
-    )
+    return _sorted_out([records for records, _ in found], [item for _, errors in found for item in errors])
 
 
 def collect(folder: Path) -> Collection:
     """Read every record below `folder`; of several of the same config and hardware the newest finished one counts."""
-    return _sorted_out(*load_records(folder))
+    records, errors = load_records(folder)
+    return _sorted_out([records], errors)
 
 
-def _sorted_out(records: list[Record], errors: list[RecordError]) -> Collection:
-    by_time = sorted(records, key=lambda record: (record.finished or "", record.point))
-    newest = {_subject(record): record for record in by_time if record.status == "ok"}
+def _sorted_out(folders: list[list[Record]], errors: list[RecordError]) -> Collection:
+    newest = _newest(folders)
+    records = [record for folder in folders for record in folder]
     outdated = [record for record in records if record.status == "ok" and newest[_subject(record)] is not record]
     failed = [record for record in records if record.status in FAILURES and not _superseded(record, newest)]
     unfinished = [record for record in records if record.status == "running"]
     ok = [record for record in records if newest.get(_subject(record)) is record]
     return Collection(ok, outdated, failed, unfinished, errors)
+
+
+def _newest(folders: list[list[Record]]) -> dict[tuple[str, str, str], Record]:
+    """The newest good record of each subject: within a folder by its number, between folders by the clock alone."""
+    found: dict[tuple[str, str, str], list[Record]] = {}
+    for records in folders:
+        last = {_subject(record): record for record in sorted(records, key=_age) if record.status == "ok"}
+        for subject, record in last.items():
+            found.setdefault(subject, []).append(record)
+    return {subject: max(records, key=lambda item: _age(item)[1:]) for subject, records in found.items()}
+
+
+def _age(record: Record) -> tuple[int, str, str]:
+    """A clock can be set back; the number of a record in its folder cannot. Records of before have number 0."""
+    return record.number, record.finished or "", record.point
 
 
 def hardware(record: Record) -> str:
@@ -122,7 +136,7 @@ def _subject(record: Record) -> tuple[str, str, str]:
 
 def _superseded(record: Record, newest: dict[tuple[str, str, str], Record]) -> bool:
     later = newest.get(_subject(record))
-    return later is not None and (later.finished or "") >= (record.finished or "")
+    return later is not None and _age(later)[:2] >= _age(record)[:2]
 
 
 def _caption(name: str, records: list[Record], outdated: list[Record]) -> str:

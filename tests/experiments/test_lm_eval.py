@@ -242,7 +242,7 @@ def test_documents_of_the_question_tasks_and_their_score() -> None:
         (["tasks=[nope]"], r"tasks=\['nope'\] is not allowed; allowed: ruler_nv, ruler_nv_cwe"),
         (["tasks=[]"], r"tasks=\[\] is not allowed"),
         (["tasks=[ruler_nv_qa_1]"], "task 'qa_1' has no data"),
-        (["batch=0"], "batch_size=0 is not allowed"),
+        (["batch=0"], "batch=0 is not allowed"),
     ],
 )
 def test_bad_settings(loaded, tmp_path: Path, overrides: list[str], message: str) -> None:

@@ -1,7 +1,10 @@
 """A point is measured once; what is interrupted or fails is seen as such and done again."""
 
+import errno
+import fcntl
 import os
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -9,8 +12,8 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from dualdecoder.errors import CapacityError
-from experiments.harness import points
+from dualdecoder.errors import CapacityError, CheckpointError, ConfigError, ContextError
+from experiments.harness import points, sources
 from experiments.harness.child import describe
 from experiments.harness.environment import ROOT
 from experiments.harness.isolate import Outcome
@@ -115,6 +118,106 @@ def test_too_little_memory_is_a_result_of_its_own(tmp_path: Path, error: Excepti
     assert [record.status for record in load_records(tmp_path)[0]] == ["out_of_memory"]
 
 
+@pytest.mark.parametrize(
+    "error",
+    [ConfigError("field=1\nis wrong"), CheckpointError("no such\nfile"), ContextError("9 tokens exceed\nthe context")],
+)
+def test_what_a_user_got_wrong_is_no_result_and_the_mended_command_simply_runs(tmp_path: Path, error) -> None:
+    with pytest.raises(SystemExit, match=rf"^error: {' '.join(str(error).split())}$"):
+        run_here(tmp_path, Measure(error))
+    assert not list(tmp_path.rglob("*.json"))
+    assert read_record(run_here(tmp_path)).status == "ok"
+
+
+def test_a_failure_that_is_tried_again_with_a_wrong_setting_stays(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        run_here(tmp_path, Measure(OSError("the real one")))
+    with pytest.raises(SystemExit):
+        run_here(tmp_path, Measure(ConfigError("wrong")), retry_failed=True)
+    assert [record.error["message"] for record in load_records(tmp_path)[0]] == ["the real one"]
+
+
+def test_what_a_check_finds_starts_no_measurement(tmp_path: Path, capsys) -> None:
+    def check(cfg: DictConfig) -> None:
+        raise ConfigError(f"batch={cfg.batch} is wrong")
+
+    measure = Measure()
+    with pytest.raises(SystemExit, match=r"^error: batch=2 is wrong$"):
+        run_point("toy", config(tmp_path), measure, run=here, check=check)
+    assert measure.calls == 0 and not list(tmp_path.iterdir())
+    assert run_point("toy", config(tmp_path, dry_run=True), measure, run=here, check=check) is None
+    assert capsys.readouterr().out == "to do: python -m experiments.toy: cannot be measured: batch=2 is wrong\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("${nowhere}", "batch: Interpolation key 'nowhere' not found"), ("???", "batch: Missing mandatory value: batch")],
+)
+def test_a_config_that_cannot_be_resolved_is_one_line(tmp_path: Path, value: str, words: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run_here(tmp_path, batch=value)
+    assert stopped.value.code == f"error: {words}"
+
+
+def test_the_number_says_which_record_of_the_same_settings_is_newer(tmp_path: Path, monkeypatch) -> None:
+    env = points.environment()
+    for code in ("1", "2", "3"):
+        monkeypatch.setattr(points, "environment", lambda code=code: {**env, "code": code * 64})
+        run_here(tmp_path)
+    run_here(tmp_path, batch=3)
+    found = {(item.config["batch"], item.environment["code"][0]): item.number for item in load_records(tmp_path)[0]}
+    assert found == {(2, "1"): 1, (2, "2"): 2, (2, "3"): 3, (3, "3"): 1}
+
+
+METHOD = """
+from baselines.full_kv import FullKV
+from {package}helper import WINDOW
+
+class Mine(FullKV):
+    window = WINDOW
+"""
+
+
+@pytest.mark.parametrize("package", ["", "mine_pkg."])
+@pytest.mark.parametrize("place", ["method", "methods"])
+def test_identity_changes_with_the_source_of_a_method_from_elsewhere(
+    tmp_path: Path, monkeypatch, package: str, place: str
+) -> None:
+    for module in ("mine", "helper", "mine_pkg", "mine_pkg.mine", "mine_pkg.helper"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    folder = tmp_path / package.rstrip(".")
+    folder.mkdir(exist_ok=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "mine.py").write_text(METHOD.format(package=package))
+    (folder / "helper.py").write_text("WINDOW = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    method = {"name": f"{package}mine:Mine", "options": {}}
+    setting = {place: method if place == "method" else {"a": method}}
+    names = [run_here(tmp_path / "results", **setting).name]
+    for file in ("mine.py", "helper.py", "helper.py"):
+        (folder / file).write_text((folder / file).read_text() + "# changed\n")
+        names.append(run_here(tmp_path / "results", **setting).name)
+    assert len(set(names)) == 4
+    assert run_here(tmp_path / "results", **setting).name == names[-1]
+
+
+def test_identity_changes_with_the_weights_of_a_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    content = {"id": "sha256:1"}
+    monkeypatch.setattr(sources, "weights_id", lambda source: content["id"])
+    model = {"name": "mine", "source": "somewhere"}
+    before = run_here(tmp_path, model=model)
+    content["id"] = "sha256:2"
+    after = run_here(tmp_path, model=model)
+    assert before.name != after.name
+    assert [read_record(path).environment["weights"] for path in (before, after)] == ["sha256:1", "sha256:2"]
+    # Nothing is read where nothing is loaded.
+    shapes = [
+        run_point("toy", config(tmp_path, model=model, batch=3), Measure(), run=here, weights=False),
+        run_here(tmp_path, model={"name": "tiny", "source": "random:tiny"}),
+    ]
+    assert [read_record(path).environment["weights"] for path in shapes] == [None, None]
+
+
 def test_rows_that_cannot_be_recorded_are_a_failure(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"rows\[0\]\.task"):
         run_here(tmp_path, experiment="ruler")
@@ -142,7 +245,12 @@ def test_a_truncated_record_is_measured_again(tmp_path: Path) -> None:
     assert read_record(run_here(tmp_path)).status == "ok"
 
 
-def test_the_first_of_two_processes_wins(tmp_path: Path) -> None:
+def test_the_first_of_two_processes_wins_where_files_cannot_be_locked(tmp_path: Path, monkeypatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+
     def slower(cfg: DictConfig) -> list[dict]:
         run_here(tmp_path, lambda cfg: [{"value": "first"}])
         return [{"value": "second"}]

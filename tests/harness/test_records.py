@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.harness.environment import ROOT
 from experiments.harness.records import RecordError, load_records, read_record, write_record
 
 
@@ -26,7 +27,7 @@ def test_round_trip(put) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("schema", 3),
+        ("schema", 4),
         ("schema", "2"),
         ("schema", ...),
         ("environment", ...),
@@ -91,6 +92,13 @@ def test_a_record_of_the_schema_before_is_read(put) -> None:
     del environment["launcher"]
     edit(path, schema=1, environment=environment)
     assert read_record(path).environment["launcher"] == "none"
+
+
+def test_a_record_of_schema_2_is_older_than_any_with_a_number(put) -> None:
+    path = put("toy")
+    edit(path, schema=2, number=...)
+    assert (read_record(path).number, read_record(path).schema) == (0, 3)
+    assert all(record.number == 0 for record in load_records(ROOT / "results")[0])
 
 
 def test_a_task_without_data_has_no_score(put, rows) -> None:

@@ -15,7 +15,7 @@ from experiments.harness.records import RecordError
 from experiments.report import build_report
 from experiments.reporting import figures, paper
 from experiments.reporting.charts import draw_chart
-from experiments.reporting.collect import Section, collect, result_folders
+from experiments.reporting.collect import Section, collect, collect_all, result_folders
 from experiments.reporting.figures import draw_figure
 from experiments.reporting.paper import OUTPUTS
 
@@ -472,6 +472,34 @@ def test_only_the_newest_version_of_a_config_counts(put, rows, tmp_path: Path) -
     assert "10.0 (" not in text(tmp_path, "ruler") and "75.0" in text(tmp_path, "ruler")
     assert "older records of the same configs, left out: 1" in text(tmp_path, "ruler")
     assert "long mended" not in text(tmp_path, "problems")
+
+
+def test_a_clock_that_was_set_back_does_not_let_older_results_win(put, rows, tmp_path: Path) -> None:
+    old, new = ([{**rows["throughput"][0], "tokens_per_s": speed}] for speed in (100.0, 200.0))
+    put("throughput", "old", rows=old, number=1, finished="2031-01-01T00:01:00+00:00")
+    put("throughput", "new", rows=new, number=2, finished="2026-01-01T00:01:00+00:00")
+    put("throughput", "before", rows=old, number=0, finished="2032-01-01T00:01:00+00:00")
+    found = collect(tmp_path)
+    assert [record.point for record in found.ok] == ["new"]
+    assert sorted(record.point for record in found.outdated) == ["before", "old"]
+
+
+def test_a_failure_is_listed_until_a_later_try_succeeds_whatever_the_clock_says(put, tmp_path: Path) -> None:
+    failure = {"status": "failed", "rows": [], "error": {"type": "E", "message": "no", "traceback": ""}}
+    put("toy", "failed", number=2, finished="2026-01-01T00:01:00+00:00", **failure)
+    put("toy", "first", number=1, finished="2031-01-01T00:01:00+00:00")
+    assert [record.point for record in collect(tmp_path).failed] == ["failed"]
+    put("toy", "later", number=3, finished="2025-01-01T00:01:00+00:00")
+    assert not collect(tmp_path).failed
+
+
+def test_between_folders_only_the_clock_says_what_is_newer(put, tmp_path: Path) -> None:
+    """Each folder counts for itself: the third try in one may be older than the first in another."""
+    for folder, name, number, month in (("h200", "third", 3, "01"), ("h200b", "first", 1, "02")):
+        path = put("throughput", name, number=number, finished=f"2026-{month}-01T00:01:00+00:00")
+        (tmp_path / folder).mkdir()
+        path.rename(tmp_path / folder / path.name)
+    assert [record.point for record in collect_all(tmp_path).ok] == ["first"]
 
 
 @pytest.mark.parametrize("argument", ["results_dir", "folder=x", "results_dir="])

@@ -193,7 +193,7 @@ def test_a_record_that_cannot_be_read_is_named_and_the_others_count(place, tmp_p
     (tmp_path / "machine" / "b.json").write_text('{"schema": 99}')
     assert run(tmp_path) == 0
     output = capsys.readouterr().out
-    assert "b.json: field 'schema' is 99; this code reads 1 to 2" in output and "reproduced" in output
+    assert "b.json: field 'schema' is 99; this code reads 1 to 3" in output and "reproduced" in output
     assert isinstance(collect_all(tmp_path).errors[0], RecordError)
 
 
