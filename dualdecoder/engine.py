@@ -161,7 +161,10 @@ class Engine:
         stop_ids: Iterable[int] = (),
         choose: ChooseTokens | None = None,
     ) -> Run:
-        """Like ``start``, from stored prefills. ``choose`` replaces the sampler, for example by known tokens."""
+        """Like ``start``, from stored prefills. ``choose`` replaces the sampler, for example by known tokens.
+
+        The token that ``choose`` gives last is nobody's input and needs no place in the model's context.
+        """
 
         def fill(method: KVMethod, sequence: int) -> Tensor:
             return snapshots[sequence].replay(method, sequence)
@@ -202,7 +205,7 @@ class Engine:
         stop_ids: Iterable[int],
         choose: ChooseTokens | None = None,
     ) -> Run:
-        self._check(prompts, max_new_tokens)
+        self._check(prompts, max_new_tokens, needs_last=choose is None)
         require(isinstance(sampling, SamplingConfig), "sampling", sampling, "a SamplingConfig")
         lengths = [len(prompt) for prompt in prompts]
         method = self._allocate(len(prompts), max(lengths) + max_new_tokens)
@@ -254,7 +257,7 @@ class Engine:
         text = pieces.add(token) + (pieces.rest() if last else "")
         return TokenEvent(sequence, token, text, "length" if last else None)
 
-    def _check(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+    def _check(self, prompts: list[list[int]], max_new_tokens: int, needs_last: bool = True) -> None:
         require_integer("max_new_tokens", max_new_tokens, 1)
         require(len(prompts) >= 1, "prompts", prompts, "at least one prompt")
         model = self.model.config
@@ -264,7 +267,7 @@ class Engine:
             outside = [token for token in prompt if not 0 <= token < model.vocabulary]
             require(not outside, name, outside[:3], f"token ids from 0 to {model.vocabulary - 1}")
             needed = len(prompt) + max_new_tokens
-            if needed > model.max_context:
+            if needed > model.max_context + (not needs_last):
                 raise ContextError(
                     f"{name}: {len(prompt)} tokens + max_new_tokens={max_new_tokens} = {needed} exceed the context of "
                     f"{model.name}; allowed: at most {model.max_context}"

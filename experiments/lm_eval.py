@@ -13,6 +13,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
+from dualdecoder.checkpoints import weights_id
 from dualdecoder.errors import require
 from experiments.harness.checks import (
     check_device,
@@ -61,7 +62,7 @@ def measure(cfg: DictConfig) -> list[dict[str, Any]]:
     check(cfg)
     engine = engine_for(cfg.model, cfg.method.name, cfg.method.options, cfg.device, cfg.dtype)
     resume = str(_kept(cfg)) if cfg.resume else ""
-    model = DualDecoderLM(model=cfg.model.source, engine=engine, batch_size=cfg.batch, resume=resume)
+    model = DualDecoderLM(engine=engine, batch_size=cfg.batch, resume=resume, weights=weights_id(cfg.model.source))
     manager = _task_manager(cfg)
     results = lm_eval.simple_evaluate(
         model=model,

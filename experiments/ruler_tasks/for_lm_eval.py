@@ -3,7 +3,8 @@
 from typing import Any
 
 from dualdecoder.checkpoints import load_tokenizer
-from dualdecoder.errors import ConfigError
+from dualdecoder.errors import ConfigError, require
+from dualdecoder.units import parse_tokens
 from experiments.ruler_tasks.material import DataFiles
 from experiments.ruler_tasks.samples import Sampler, task_named
 from experiments.ruler_tasks.scoring import score
@@ -27,15 +28,26 @@ def build(ruler_task: str, **settings: Any) -> dict[str, Any]:
         raise ConfigError(
             "metadata.tokenizer is missing; allowed: a model source, as lengths are counted in its tokens"
         )
-    files = DataFiles(**{name: settings[name] for name in ("essays", "squad", "hotpot") if name in settings})
-    sampler, length, seed = (
-        Sampler(load_tokenizer(source), files),
-        settings.get("length", 4096),
-        settings.get("seed", 42),
-    )
-    made = [sampler.sample(ruler_task, length, index, seed) for index in range(settings.get("samples", 500))]
+    length = parse_tokens(settings.get("length", 4096), "metadata.length")
+    samples, seed = _integer(settings, "samples", 500, least=1), _integer(settings, "seed", 42, least=0)
+    sampler = Sampler(load_tokenizer(str(source)), _files(settings))
+    made = [sampler.sample(ruler_task, length, index, seed) for index in range(samples)]
     rows = [{"prompt": item.prompt, "answers": list(item.answers), "task": item.task} for item in made]
     return {"test": Dataset.from_list(rows)}
+
+
+def _integer(settings: dict[str, Any], name: str, default: int, least: int) -> int:
+    value = settings.get(name, default)
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    require(whole, f"metadata.{name}", value, f"an integer of at least {least}")
+    return value
+
+
+def _files(settings: dict[str, Any]) -> DataFiles:
+    given = {name: settings[name] for name in ("essays", "squad", "hotpot") if name in settings}
+    for name, value in given.items():
+        require(isinstance(value, str), f"metadata.{name}", value, "a path, hub:OWNER/NAME/FILE, or an empty text")
+    return DataFiles(**given)
 
 
 def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:

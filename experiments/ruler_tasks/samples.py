@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dualdecoder.checkpoints import cache_folder
 from dualdecoder.errors import ConfigError
+from experiments.harness.identity import tokenizer_digest
 from experiments.ruler_tasks.fitting import fit
 from experiments.ruler_tasks.material import DataFiles, Material, NoData
 from experiments.ruler_tasks.prompts import VERSION
@@ -108,21 +109,6 @@ class Sampler:
         parts = [VERSION, task.name, length, seed, tokenizer_digest(self.tokenizer), texts]
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
         return self.folder / f"{task.name}-{length}-{key}" / f"{index}.json"
-
-
-_DIGESTS: dict[int, tuple[object, str | None, str]] = {}
-
-
-def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """SHA-256 of what a tokenizer does to a text, its chat template included."""
-    known = _DIGESTS.get(id(tokenizer))
-    # The object is kept beside its digest, so that no other one can get its id.
-    if known is None or known[1] != tokenizer.chat_template:
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        rules = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-        digest = hashlib.sha256(f"{rules}\0{tokenizer.chat_template}".encode()).hexdigest()
-        known = _DIGESTS[id(tokenizer)] = (tokenizer, tokenizer.chat_template, digest)
-    return known[2]
 
 
 def _read(path: Path) -> tuple[str, tuple[str, ...]] | None:

@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 
 from dualdecoder.checkpoints import resolve
 from dualdecoder.engine import Engine
-from dualdecoder.errors import CapacityError, ConfigError
+from dualdecoder.errors import ConfigError
 from experiments import lm_eval as experiment
 from experiments.harness import workload
 from experiments.harness.kept_answers import KeptAnswers
@@ -57,22 +57,6 @@ def dual(smollm2: Engine, **options: int) -> DualDecoderLM:
 def evaluate(model: object, *tasks: str, **settings: object) -> dict:
     manager = TaskManager(include_path=str(DATA), include_defaults=False)
     return lm_eval.simple_evaluate(model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, **settings)
-
-
-def likelihoods(results: dict) -> torch.Tensor:
-    samples = sorted(results["samples"]["everyday"], key=lambda sample: sample["doc_id"])
-    return torch.tensor([[value for value, _ in sample["filtered_resps"]] for sample in samples])
-
-
-def test_a_standard_task_gives_the_same_as_hf(full: DualDecoderLM, hf: HFLM) -> None:
-    ours, theirs = (evaluate(model, "everyday", "everyday_text") for model in (full, hf))
-    assert likelihoods(ours).shape == (12, 4)
-    torch.testing.assert_close(likelihoods(ours), likelihoods(theirs), atol=1e-3, rtol=0)
-    for metric in ("acc,none", "acc_norm,none"):
-        assert ours["results"]["everyday"][metric] == theirs["results"]["everyday"][metric]
-    assert 0.25 < ours["results"]["everyday"]["acc,none"] < 1, "a task on which the model can be wrong"
-    perplexity = [found["results"]["everyday_text"]["word_perplexity,none"] for found in (ours, theirs)]
-    assert perplexity[0] == pytest.approx(perplexity[1], rel=1e-3)
 
 
 def test_a_covering_budget_scores_as_full_kv_does_and_a_small_one_does_not(
@@ -120,15 +104,75 @@ def test_generation_equals_hf_with_stops_and_chat_template(full: DualDecoderLM, 
     assert long.startswith(short) and len(long) > len(short)
 
 
-def test_an_unknown_generation_option_and_a_context_too_long_are_clear(full: DualDecoderLM, smollm2: Engine) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_gen_toks": "many"}, "is not allowed .*; allowed: numbers as numbers"),
+        ({"temperature": "hot"}, "is not allowed .*; allowed: numbers as numbers"),
+        ({"max_gen_toks": 0}, r"gen_kwargs\.max_gen_toks=0 is not allowed; allowed: from 1 to 8191"),
+        ({"until": None}, r"gen_kwargs\.until=\[None\] is not allowed; allowed: a text or a list of texts"),
+        ({"until": ["a", 7]}, r"gen_kwargs\.until=\['a', 7\] is not allowed"),
+        ({"do_sample": True}, r"gen_kwargs\.temperature=None is not allowed; allowed: above 0 with do_sample"),
+        ({"do_sample": "yes"}, r"gen_kwargs\.do_sample='yes' is not allowed; allowed: true or false"),
+        (
+            {"do_sample": True, "temperature": 1.0, "top_p": "0.5"},
+            r"gen_kwargs\.top_p='0\.5' is not allowed; .* a number",
+        ),
+        (
+            {"do_sample": True, "temperature": 1.0, "top_k": 2.5},
+            r"gen_kwargs\.top_k=2\.5 is not allowed; .* an integer",
+        ),
+        ({"do_sample": True, "temperature": 1.0, "seed": True}, r"gen_kwargs\.seed=True is not allowed"),
+        ({"do_sample": True, "temperature": 1.0, "top_p": 0}, "top_p=0 is not allowed"),
+    ],
+)
+def test_a_generation_option_of_the_wrong_kind_is_one_line(full: DualDecoderLM, options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        full.generate_until([request("generate_until", "Hello", options)])
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_context_has_nothing_to_go_on_from(full: DualDecoderLM) -> None:
+    with pytest.raises(ConfigError, match="context='' is not allowed; allowed: a text of at least one token"):
+        full.generate_until([request("generate_until", "", {"max_gen_toks": 2})])
+
+
+def test_samples_of_one_request_are_drawn_anew_and_greedy_ones_only_once(full: DualDecoderLM, monkeypatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def answer(group: list) -> list[str]:
+        asked.extend((context, settings.get("seed", 0)) for context, settings in group)
+        return [f"{context} {settings.get('seed', 0)}" for context, settings in group]
+
+    monkeypatch.setattr(full, "_generate", answer)
+    drawn = {"do_sample": True, "temperature": 1.0, "seed": 5}
+    requests = [request("generate_until", text, drawn) for text in ("a", "a", "b", "a")]
+    assert full.generate_until(requests) == ["a 5", "a 6", "b 5", "a 7"]
+    asked.clear()
+    assert full.generate_until([request("generate_until", "a", {}) for _ in range(3)]) == ["a 0"] * 3
+    assert asked == [("a", 0)]
+
+
+def test_a_template_that_refuses_the_system_is_given_the_rest_as_by_hf(
+    full: DualDecoderLM, hf: HFLM, monkeypatch
+) -> None:
+    refusing = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no\nsystem') }}{% endif %}"
+        "{% if m.content == 'bad' %}{{ raise_exception('not\nthis') }}{% endif %}[{{ m.content }}]{% endfor %}"
+    )
+    for tokenizer in (full.tokenizer, hf.tokenizer):
+        monkeypatch.setattr(tokenizer, "chat_template", refusing)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert full.apply_chat_template(chat) == hf.apply_chat_template(chat) == "[Hi]"
+    with pytest.raises(
+        ConfigError, match=r"^chat_template: the model's own refuses this dialogue \(not\); run without it$"
+    ):
+        full.apply_chat_template([{"role": "user", "content": "bad"}])
+
+
+def test_an_unknown_generation_option_is_clear(full: DualDecoderLM) -> None:
     with pytest.raises(ConfigError, match=r"gen_kwargs\.num_beams is not known; allowed: until, max_gen_toks"):
         full.generate_until([request("generate_until", "Hello", {"num_beams": 2})])
-    long = "word " * 9000
-    with pytest.raises(CapacityError, match="exceed the 8192 of smollm2"):
-        full.loglikelihood([request("loglikelihood", long, " more")])
-    for model, kind, more in ((full, "generate_until", {}), (dual(smollm2), "loglikelihood", " more")):
-        with pytest.raises(CapacityError, match="exceed the context of smollm2"):
-            getattr(model, kind)([request(kind, long, more)])
 
 
 def test_a_tokenizer_without_chat_template_is_a_clear_error(smollm2: Engine, monkeypatch) -> None:
@@ -145,23 +189,7 @@ def test_rolling_windows_cover_every_token_once(smollm2: Engine, monkeypatch) ->
     assert len(windows) > 1
     assert [token for _, continuation in windows for token in continuation] == model.tok_encode(text)
     assert windows[0][0] == [model.prefix_token_id]
-    assert all(context and len(context) + len(continuation) <= 10 for context, continuation in windows)
-
-
-def test_a_stopped_run_goes_on_after_what_it_has(smollm2: Engine, tmp_path: Path) -> None:
-    path = tmp_path / "deeper" / "kept.jsonl"
-    requests = [request("loglikelihood", "A cat is", more) for more in (" an animal", " a stone", " a house")]
-    expected = DualDecoderLM(engine=smollm2, resume=str(path)).loglikelihood(requests[:2])
-    # A process that is killed may leave half a line.
-    with path.open("a") as file:
-        file.write('["half')
-    again = DualDecoderLM(engine=smollm2, resume=str(path))
-    asked: list[object] = []
-    again._exact_score = lambda context, continuation: asked.append(continuation) or (-1.0, False)
-    assert again.loglikelihood(requests) == [*expected, (-1.0, False)]
-    assert len(asked) == 1
-    other = DualDecoderLM(engine=smollm2.with_method("dualdecoder", budget=64), resume=str(path))
-    assert other.kept._key("loglikelihood", 1) != again.kept._key("loglikelihood", 1)
+    assert all(context and len(context) + len(continuation) <= 11 for context, continuation in windows)
 
 
 def test_batches_hold_like_requests_of_similar_length() -> None:
@@ -234,6 +262,31 @@ def test_documents_of_the_question_tasks_and_their_score() -> None:
     assert process_results({"task": "vt", "answers": ["AB", "CD"]}, ["ab"]) == {"ruler_score": 50}
     with pytest.raises(ConfigError, match=r"metadata\.tokenizer is missing"):
         build("vt")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("length", "long"),
+        ("length", 1024.5),
+        ("length", True),
+        ("samples", 0),
+        ("samples", "8"),
+        ("samples", 2.0),
+        ("seed", None),
+        ("essays", 7),
+        ("squad", ["a"]),
+    ],
+)
+def test_metadata_of_the_wrong_kind_is_one_line(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^metadata\.{name}=.* is not allowed; allowed: [^\n]*$"):
+        build("vt", model="smollm2", **{name: value})
+
+
+def test_a_length_may_be_written_in_thousands() -> None:
+    [document] = build("niah_single_1", model="smollm2", length="1K", samples=1)["test"]
+    [same] = build("niah_single_1", model="smollm2", length=1024, samples=1)["test"]
+    assert document == same
 
 
 @pytest.mark.parametrize(
