@@ -20,7 +20,7 @@ import torch
 from dualdecoder.cache import cache_folder as cache_folder
 from dualdecoder.cache import is_unwritable
 from dualdecoder.config import ModelConfig, dtype_from_name
-from dualdecoder.config_file import read_model_config
+from dualdecoder.config_file import CONFIG, read_model_config
 from dualdecoder.decoder_weights import EMBEDDING, HEAD, make_decoder, require_tensors, tensor_shapes
 from dualdecoder.devices import checked_device
 from dualdecoder.digests import content_digest
@@ -94,8 +94,10 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Any:
     folder = resolve(source)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    # The tokenizers library raises plain Exception, and a bad config.json ends here too.
+    # The tokenizers library raises plain Exception, and a bad config.json ends here too, which is said better.
     except Exception as error:
+        if (folder / CONFIG).is_file():
+            read_model_config(folder, source)
         what = f"no readable tokenizer in {folder.name}: {one_line(error)}"
         raise CheckpointError(f"model={source!r}: {what}") from error
 
@@ -135,7 +137,7 @@ def weights_id(source: str | os.PathLike[str]) -> str:
 
 def _deciding_files(folder: Path) -> dict[str, Path]:
     # Whatever else lies in the folder (a log, an optimizer, other weights) changes no answer.
-    small = {path.name for pattern in _TEXT_FILES for path in folder.glob(pattern)}
+    small = {path.name for pattern in _TEXT_FILES for path in folder.glob(pattern) if path.is_file()}
     return {name: folder / name for name in small.union(weight_files(folder))}
 
 

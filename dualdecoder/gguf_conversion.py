@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 
 from dualdecoder.cache import cache_folder, is_unwritable
@@ -15,6 +16,7 @@ from dualdecoder.digests import content_digest
 from dualdecoder.errors import CheckpointError, one_line
 from dualdecoder.gguf_file import GgufModel, gguf_parts, read_gguf
 from dualdecoder.gguf_tokenizer import save_tokenizer
+from dualdecoder.planning import check_weights
 from dualdecoder.safetensors_folder import SINGLE
 
 # Part of a converted folder's name, raised with every change of what conversion makes of the same file.
@@ -29,8 +31,8 @@ def gguf_digest(path: Path) -> str:
 def converted(path: Path) -> Path:
     """The safetensors folder of a GGUF file, converted now unless it was before.
 
-    Raises ``CheckpointError`` or ``ConfigError`` naming what is not understood, or the cache if it cannot be written;
-    nothing is kept then.
+    Raises ``CheckpointError`` or ``ConfigError`` naming what is not understood, or the cache if it cannot be written,
+    and ``CapacityError`` if the weights do not fit in memory as float32; nothing is kept then.
     """
     digest = gguf_digest(path).partition(":")[2]
     folder = cache_folder() / f"{path.stem}-v{VERSION}-{digest}"
@@ -40,15 +42,16 @@ def converted(path: Path) -> Path:
 
 
 def _convert(path: Path, model: GgufModel, folder: Path) -> None:
+    check_weights(model.config, torch.float32, torch.device("cpu"))
     # Written aside and renamed, so that an interrupted conversion is never taken for a finished one.
     temporary = _writable(folder.parent, folder.name, model.float32_bytes)
     try:
         _write_model(model, temporary)
         _write_tokenizer(path, model, temporary)
-        if not folder.is_dir():
-            temporary.rename(folder)
+        temporary.rename(folder)
     except (OSError, SafetensorError) as error:
-        raise _unwritable(folder.parent, one_line(error)) from error
+        if not folder.is_dir():  # else another process was faster
+            raise _unwritable(folder.parent, one_line(error)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -110,10 +110,13 @@ def _open(path: Path) -> Any:
     from gguf import GGUFReader
 
     try:
-        return GGUFReader(path)
+        reader = GGUFReader(path)
     # Whatever its parser stumbles over in a file that is cut or is something else.
     except Exception as error:
         raise CheckpointError(f"model={str(path)!r}: not a readable GGUF file: {one_line(error)}") from error
+    if reader.byte_order == "S":  # the library swaps plain numbers only, not the scales inside quantised blocks
+        raise CheckpointError(f"model={str(path)!r}: its bytes are in the other order than this machine's")
+    return reader
 
 
 def _metadata(reader: Any, path: Path) -> dict[str, Any]:

@@ -178,10 +178,11 @@ def write_gguf(
     keys: dict[str, Any] | None = None,
     tensors: dict[str, Any] | None = None,
     own_keys: dict[str, Any] | None = None,
+    **how: Any,
 ) -> None:
     """Write ``model``; ``keys`` (below the architecture), ``own_keys`` and ``tensors`` replace, or with None drop."""
     architecture = architecture_of(model)
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, **how)
     below = {f"{architecture}.{key}": value for key, value in (gguf_metadata(model) | (keys or {})).items()}
     for key, value in (below | (own_keys or {})).items():
         _add_key(writer, key, value)

@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from small_checkpoints import ROPES, TOKENS, assert_same, edit_config, loaded_reference, our_logits, small_model
 from torch import Tensor
 
-from dualdecoder.checkpoints import load_model
+from dualdecoder.checkpoints import load_model, load_tokenizer
 from dualdecoder.config_file import RULES
 from dualdecoder.errors import ConfigError, UserError
 
@@ -243,6 +243,15 @@ def test_variants_that_are_not_read(tmp_path: Path, changes: dict[str, Any], sai
     with pytest.raises(UserError, match=said) as caught:
         load_model(str(tmp_path))
     assert "config.json" in str(caught.value)
+
+
+def test_the_tokenizer_of_a_bad_config(copy: Path) -> None:
+    (copy / "tokenizer_config.json").write_text("{}")
+    edit_config(copy, num_attention_heads=4.0)
+    with pytest.raises(UserError, match=r"num_attention_heads=4\.0 is not allowed|no readable tokenizer"):
+        load_tokenizer(str(copy))
+    with pytest.raises(ConfigError, match=r"num_attention_heads=4\.0 is not allowed"):
+        load_model(str(copy))
 
 
 def test_nothing_of_the_size_of_an_entry_is_allocated(copy: Path) -> None:

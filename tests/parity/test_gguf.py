@@ -1,27 +1,24 @@
 """GGUF files: read as llama.cpp and transformers read them, or refused by name with nothing left in the cache."""
 
-import errno
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, dequantize
-from safetensors import SafetensorError
+from gguf import GGMLQuantizationType, GGUFEndian, dequantize
 from small_checkpoints import (
     ROPES,
     assert_same,
     gguf_tensors,
     reference_logits,
-    rounded,
     small_model,
     write_gguf,
 )
 from transformers import AutoModelForCausalLM
 
-from dualdecoder import gguf_conversion
 from dualdecoder.checkpoints import load_model, resolve, weights_id
 from dualdecoder.errors import CheckpointError, UserError
 
@@ -225,51 +222,8 @@ def test_a_truncated_file(file: Path, cache: Path, keep: float) -> None:
     assert not list(cache.glob("*-v*"))
 
 
-def test_an_earlier_conversion_is_not_used_again(file: Path, cache: Path, monkeypatch) -> None:
-    model = small_model()
-    write_gguf(file, model)
-    monkeypatch.setattr(gguf_conversion, "VERSION", gguf_conversion.VERSION - 1)
-    bad = resolve(str(file))
-    shutil.rmtree(bad)
-    bad.mkdir()
-    monkeypatch.undo()
-    monkeypatch.setenv("DUALDECODER_CACHE", str(cache))
-    assert resolve(str(file)) != bad
-    assert_same(file, reference_logits(model))
-
-
-def test_an_overwritten_file_is_converted_again(file: Path) -> None:
-    for seed in (0, 1):
-        model = small_model(seed=seed)
-        write_gguf(file, model)
-        assert_same(file, reference_logits(model))
-
-
-def test_a_converted_file_is_not_read_again(file: Path, monkeypatch) -> None:
-    write_gguf(file, rounded(small_model(), GGMLQuantizationType.F32))
-    folder = resolve(str(file))
-    monkeypatch.setattr(gguf_conversion, "read_gguf", lambda _: pytest.fail("converted twice"))
-    assert resolve(str(file)) == folder
-
-
-@pytest.mark.parametrize("failure", ["no folder", "too little", "while writing", "in Rust"])
-def test_a_full_or_unwritable_cache_is_said_to_be_one(file: Path, cache: Path, monkeypatch, failure: str) -> None:
-    write_gguf(file, small_model())
-    if failure == "no folder":
-        cache.write_text("a file where the folder should be")
-    if failure == "too little":
-        monkeypatch.setattr(gguf_conversion.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 1000))
-    full = {
-        "while writing": OSError(errno.ENOSPC, "No space left on device"),
-        "in Rust": SafetensorError("I/O error: No space left on device (os error 28)"),
-    }
-    if failure in full:
-
-        def fail(*_: Any) -> None:
-            raise full[failure]
-
-        monkeypatch.setattr(gguf_conversion, "_write_model", fail)
-    with pytest.raises(CheckpointError, match=r"the cache '.*' cannot be written: .*DUALDECODER_CACHE") as caught:
+def test_the_other_byte_order(file: Path) -> None:
+    other = GGUFEndian.BIG if sys.byteorder == "little" else GGUFEndian.LITTLE
+    write_gguf(file, small_model(), GGMLQuantizationType.Q8_0, endianess=other)
+    with pytest.raises(CheckpointError, match="in the other order"):
         load_model(str(file))
-    assert "GGUF" not in str(caught.value)
-    assert not list(cache.glob("*-v*"))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dualdecoder.config import DualDecoderConfig, ModelConfig, RopeConfig
 from dualdecoder.method import REGISTRY, method_class, method_config
+from dualdecoder.model import planned_weight_bytes, random_decoder
 from dualdecoder.planning import plan_memory
 from dualdecoder.shapes import SHAPES
 
@@ -93,3 +94,14 @@ def test_weights_of_named_shapes_have_the_published_parameter_counts() -> None:
 def test_config_is_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         DualDecoderConfig().budget = 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}])
+def test_planned_weights_are_those_of_the_decoder(changes: dict[str, bool]) -> None:
+    shape = dataclasses.replace(ODD, **changes)
+    assert planned_weight_bytes(shape, torch.bfloat16) == random_decoder(shape, torch.bfloat16).weight_bytes()
+
+
+def test_planning_weights_of_any_size_makes_no_tensor() -> None:
+    shape = dataclasses.replace(ODD, layers=10**9, width=2**31, mlp_width=2**31)
+    assert planned_weight_bytes(shape, torch.float32) > 10**9 * 2**62

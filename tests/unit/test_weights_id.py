@@ -71,10 +71,19 @@ def test_every_deciding_file_counts_even_rewritten_in_place(
     assert weights_id(str(folder)) != before
 
 
+def test_a_write_within_one_tick_of_the_clock_counts(folder: Path, monkeypatch) -> None:
+    now = time.time_ns()
+    monkeypatch.setattr(digests, "_state", lambda _: (1, now, now, 1, 1))
+    before = digests.file_digest(folder / "config.json")
+    flip_last_byte(folder / "config.json")
+    assert digests.file_digest(folder / "config.json") != before
+
+
 def test_what_changes_no_answer_does_not_count(folder: Path) -> None:
     before = weights_id(str(folder))
     (folder / "training.log").write_text("done")
     (folder / "consolidated.safetensors").write_bytes(bytes(10))
+    (folder / "tokenizer").mkdir()
     assert weights_id(str(folder)) == before
 
 
