@@ -15,6 +15,8 @@ def give_back() -> None:
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
+        # cuBLAS keeps 32 MiB for every stream that it has run on, and each point has streams of its own.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 
