@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval.models  # noqa: F401  Registers lm-eval's own models; a name registered before them would hide them all.
-from jinja2 import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -27,6 +26,7 @@ from dualdecoder.checkpoints import weights_id
 from dualdecoder.config import SamplingConfig
 from dualdecoder.engine import Engine
 from dualdecoder.errors import ConfigError, require
+from dualdecoder.prompts import chat_text
 from experiments.harness.identity import answers_identity
 from experiments.harness.kept_answers import KeptAnswers
 from experiments.lm_eval_requests import SAMPLING, Pair, Texts, fitted, generation_settings
@@ -104,27 +104,14 @@ class DualDecoderLM(TemplateLM):
         A template that refuses the dialogue is given it without the system's turns, as `hf` does.
         Raises ConfigError if there is no template, or if it refuses that, too.
         """
-        if self.tokenizer.chat_template is None:
-            raise ConfigError("chat_template: the tokenizer of this model has none; run without it")
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         try:
-            return self._templated(chat_history, add_generation_prompt)
-        except (TemplateError, ValueError, TypeError):
+            return chat_text(self.tokenizer, chat_history, **how)
+        except ConfigError:
             asked = [turn for turn in chat_history if turn["role"] != "system"]
-        try:
-            return self._templated(asked, add_generation_prompt)
-        except (TemplateError, ValueError, TypeError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"chat_template: the model's own refuses this dialogue ({reason}); run without it"
-            ) from error
-
-    def _templated(self, chat_history: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+            if asked == chat_history:
+                raise
+        return chat_text(self.tokenizer, asked, **how)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids; a text that starts with the token before every text does not get another one."""

@@ -1,20 +1,18 @@
 """What an engine's answers depend on, as one text: answers that are kept are found by it."""
 
 import hashlib
-import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dualdecoder.engine import Engine
-from dualdecoder.method import method_class
 from dualdecoder.model import Decoder
 from experiments.harness.environment import code_hash
+from experiments.harness.sources import method_sources
 
 # What turns texts into tokens, and tokens into numbers.
 _PACKAGES = ("lm_eval", "tokenizers", "torch", "transformers", "triton")
@@ -40,7 +38,7 @@ def answers_identity(engine: Engine, weights: str | None = None) -> str:
         "stop_ids": sorted(engine.stop_ids),
         "dtype": str(model.dtype),
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device),
-        "method": [engine.method_name, repr(engine.config), _method_source(engine.method_name)],
+        "method": [engine.method_name, repr(engine.config), method_sources({"method": engine.method_name})],
         "code": code_hash(),
         "packages": {name: _version(name) for name in _PACKAGES},
     }
@@ -76,12 +74,6 @@ def tokenizer_digest(tokenizer: Any) -> str:
         digest = hashlib.sha256(f"{rules}\0{tokenizer.chat_template}".encode()).hexdigest()
         known = _DIGESTS[id(tokenizer)] = (tokenizer, tokenizer.chat_template, digest)
     return known[2]
-
-
-def _method_source(name: str) -> str | None:
-    """SHA-256 of the file of a method from a dotted path; the registered ones are in the hash of the code."""
-    path = inspect.getsourcefile(method_class(name)) if ":" in name else None
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else None
 
 
 def _version(package: str) -> str | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dualdecoder.checkpoints import cache_folder
 from dualdecoder.errors import ConfigError
+from dualdecoder.prompts import chat_text
 from experiments.harness.identity import tokenizer_digest
 from experiments.ruler_tasks.fitting import fit
 from experiments.ruler_tasks.material import DataFiles, Material, NoData
@@ -94,8 +95,7 @@ class Sampler:
 
     def _turn(self, question: str) -> str:
         """The user's turn and the header of the assistant's."""
-        messages = [{"role": "user", "content": question}]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return chat_text(self.tokenizer, [{"role": "user", "content": question}], add_generation_prompt=True)
 
     def _encoded(self, task: RulerTask, length: int, index: int, prompt: str, answers: tuple[str, ...]) -> RulerSample:
         # The template writes the special tokens, BOS included, so the tokenizer must not add them again.

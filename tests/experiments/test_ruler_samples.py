@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from dualdecoder.checkpoints import load_tokenizer
+from dualdecoder.errors import ConfigError
 from experiments.ruler_tasks import OFFLINE_TASKS, TASKS, DataFiles, RulerSample, RulerTask, Sampler, score
 from experiments.ruler_tasks import samples as samples_module
 from experiments.ruler_tasks.fitting import fit
@@ -145,6 +146,7 @@ def test_bos_is_not_doubled_by_a_tokenizer_that_adds_it(sampler: Sampler) -> Non
 
 PROGRAM = """
 from dualdecoder.checkpoints import load_tokenizer
+from dualdecoder.errors import ConfigError
 from experiments.ruler_tasks import OFFLINE_TASKS, Sampler
 sampler = Sampler(load_tokenizer("smollm2"), folder=None)
 for name in reversed(OFFLINE_TASKS):
@@ -233,6 +235,13 @@ def test_unknown_task_and_tokenizer_without_chat_template(sampler: Sampler) -> N
     bare.chat_template = None
     with pytest.raises(ValueError, match="tokenizer must have a chat template"):
         Sampler(bare)
+
+
+def test_a_template_that_refuses_is_one_line(sampler: Sampler) -> None:
+    refusing = copy.deepcopy(sampler.tokenizer)
+    refusing.chat_template = "{{ raise_exception('only\\nwith tools') }}"
+    with pytest.raises(ConfigError, match=r"^chat: the model's chat template refuses [^\n]*$"):
+        Sampler(refusing, folder=None).sample("vt", 1024, 0)
 
 
 @pytest.mark.parametrize("name", OFFLINE_TASKS)
