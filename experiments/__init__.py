@@ -1,1 +1,9 @@
-"""Experiments that reproduce the paper: tasks, runs and reports built on the dualdecoder package."""
+"""One experiment a file."""
+
+import sys
+
+# Before anything heavy is imported, and only where a module of this package is started as a command.
+if sys.argv[:1] == ["-m"]:
+    from experiments.harness.command import begin
+
+    begin(sys.orig_argv, sys.argv[1:])

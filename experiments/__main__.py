@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from experiments.harness.environment import ROOT
+from experiments.harness.command import ROOT
 
 # Options that Hydra does not know, and the settings they stand for.
 FLAGS = {"--dry-run": "dry_run=true", "--retry-failed": "retry_failed=true"}
@@ -17,10 +17,13 @@ FLAGS = {"--dry-run": "dry_run=true", "--retry-failed": "retry_failed=true"}
 
 def main(arguments: list[str]) -> int:
     """Hand over to the experiment in this same process; without a known name, list the experiments."""
-    if not arguments or arguments[0] not in experiments():
-        for name, words in experiments().items():
-            print(f"{name:14} {words}")
-        return 2 if arguments and arguments[0] not in ("-h", "--help") else 0
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("\n".join(f"{name:14} {words}" for name, words in experiments().items()))
+        return 0
+    if arguments[0] not in experiments():
+        allowed = ", ".join(experiments())
+        print(f"error: experiment {arguments[0]!r} is not known; allowed: {allowed}", file=sys.stderr)
+        return 2
     # Hydra wants its settings in one piece, so what the flags stand for comes last.
     name, *rest = [argument for argument in arguments if argument not in FLAGS]
     settings = [FLAGS[argument] for argument in arguments if argument in FLAGS]

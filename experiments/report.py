@@ -11,8 +11,7 @@ import pandas as pd
 from rich.console import Console
 
 from experiments.harness.environment import ROOT
-from experiments.harness.options import read_options
-from experiments.harness.points import results_folder
+from experiments.harness.options import existing_folder, one_line, read_options
 from experiments.reporting.collect import Collection, collect, result_folders
 from experiments.reporting.figures import write_figure
 from experiments.reporting.files import as_markdown
@@ -26,15 +25,17 @@ def main(arguments: list[str]) -> int:
     """Print and write the report; returns the exit code."""
     try:
         options = read_options(arguments, {"results_dir": "", "readme": ""})
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        given = options["results_dir"]
+        folders = [existing_folder("results_dir", given)] if given else result_folders(ROOT / "results")
+        readme = ROOT / options["readme"] if options["readme"] else None
+        text = readme.read_text(encoding="utf-8") if readme else ""
+        for folder in folders:
+            build_report(folder)
+        if readme:
+            readme.write_text(with_tables(text, ROOT / "results"), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    given = options["results_dir"]
-    for folder in [results_folder(given)] if given else result_folders(ROOT / "results"):
-        build_report(folder)
-    if options["readme"]:
-        readme = ROOT / options["readme"]
-        readme.write_text(with_tables(readme.read_text(encoding="utf-8"), ROOT / "results"), encoding="utf-8")
     return 0
 
 

@@ -1,7 +1,10 @@
-"""The paper's claims, judged from the committed records: python -m experiments.verify [results=...] [update=true]
+"""The paper's claims, judged from the committed records: python -m experiments.verify [update=true] [results_dir=...]
 
 Writes CLAIMS.md from conf/claims.yaml. Ends with 1 if a verdict that results/expected/ holds is lost or a number has
 left its tolerance; ``update=true`` takes the present verdicts and numbers for the expected ones.
+
+With ``results_dir=FOLDER``, somebody's own results, their verdicts are printed and nothing of the repository is
+written; ``output=FILE`` writes them there.
 """
 
 import sys
@@ -12,10 +15,11 @@ import yaml
 from rich.console import Console
 
 from experiments.harness.environment import ROOT
-from experiments.harness.options import read_options
-from experiments.reporting.claims import NOT_RUN, RANK, ClaimsError, Verdict, judge, read_claims, tag
+from experiments.harness.options import existing_folder, one_line, read_options
+from experiments.reporting.claims import NOT_RUN, RANK, Verdict, judge, read_claims, tag
 from experiments.reporting.claims_table import claims_markdown
-from experiments.reporting.collect import Collection, collect_all
+from experiments.reporting.collect import Collection, collect, collect_all
+from experiments.reporting.escape import printable
 
 # Share by which a number may differ from the expected one. Speeds vary from run to run, planned bytes do not.
 TOLERANCE = {"any": 0.001, "cpu": 0.02}
@@ -24,20 +28,51 @@ GPU_TOLERANCE = 0.05
 
 def main(arguments: list[str]) -> int:
     """Judge, write, compare; returns the exit code: 0, 1 if something is lost, 2 for bad input."""
-    defaults = {"results": "results", "claims": "conf/claims.yaml", "output": "CLAIMS.md", "update": "false"}
+    defaults = {"results": "results", "results_dir": "", "claims": "conf/claims.yaml", "output": "", "update": "false"}
     try:
         options = read_options(arguments, defaults)
-        verdicts, collection = _judge(ROOT / options["claims"], ROOT / options["results"])
-    except (ClaimsError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        return _verify_own(options) if options["results_dir"] else _verify_committed(options)
+    except (OSError, ValueError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    (ROOT / options["output"]).write_text(claims_markdown(verdicts), encoding="utf-8")
-    expected = ROOT / options["results"] / "expected"
+
+
+def _verify_committed(options: dict[str, str]) -> int:
+    results = existing_folder("results", options["results"])
+    collection = collect_all(results)
+    verdicts = judge(read_claims(ROOT / options["claims"]), collection.ok)
+    _write(_output(options, own=options["results"] != "results"), verdicts)
     if options["update"] == "true":
-        write_expected(expected, verdicts)
-    lost = losses(read_expected(expected), verdicts)
+        write_expected(results / "expected", verdicts)
+    lost = losses(read_expected(results / "expected"), verdicts)
     _show(verdicts, collection, lost)
     return 1 if lost else 0
+
+
+def _verify_own(options: dict[str, str]) -> int:
+    """Print the verdicts of records that nobody promised anything about: nothing can be lost."""
+    if options["update"] == "true":
+        raise ValueError("update=true is not allowed with results_dir; allowed: without it, for the committed results")
+    collection = collect(existing_folder("results_dir", options["results_dir"]))
+    verdicts = judge(read_claims(ROOT / options["claims"]), collection.ok)
+    _write(_output(options, own=True), verdicts)
+    _show(verdicts, collection, [])
+    return 0
+
+
+def _output(options: dict[str, str], own: bool) -> Path | None:
+    """Where the verdicts go; those of other results than the committed ones never into the repository's CLAIMS.md."""
+    given = options["output"]
+    if not own:
+        return ROOT / (given or "CLAIMS.md")
+    if given and (ROOT / given).resolve() == (ROOT / "CLAIMS.md").resolve():
+        raise ValueError(f"output={given!r} is not allowed; allowed: a file that is not CLAIMS.md of the repository")
+    return ROOT / given if given else None
+
+
+def _write(path: Path | None, verdicts: list[Verdict]) -> None:
+    if path:
+        path.write_text(claims_markdown(verdicts), encoding="utf-8")
 
 
 def losses(expected: dict[str, dict[str, Any]], verdicts: list[Verdict]) -> list[str]:
@@ -75,11 +110,6 @@ def read_expected(folder: Path) -> dict[str, dict[str, Any]]:
     return {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.yaml"))}
 
 
-def _judge(claims: Path, results: Path) -> tuple[list[Verdict], Collection]:
-    collection = collect_all(results)
-    return judge(read_claims(claims), collection.ok), collection
-
-
 def _moved(where: str, before: dict[str, Any], now: Verdict | None) -> list[str]:
     values, share = _values(now) if now else {}, before["tolerance"]
     return [
@@ -95,13 +125,14 @@ def _values(verdict: Verdict) -> dict[str, float]:
 
 
 def _show(verdicts: list[Verdict], collection: Collection, lost: list[str]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     for verdict in verdicts:
-        console.print(f"{verdict.claim['id']:4} {verdict.words:15} {verdict.hardware or verdict.claim['not_run']}")
+        where = printable(verdict.hardware or verdict.claim["not_run"])
+        console.print(f"{verdict.claim['id']:4} {verdict.words:15} {where}")
     for error in collection.errors:
-        console.print(f"unusable record: {error}", markup=False)
+        console.print(f"unusable record: {printable(error)}")
     for line in lost:
-        console.print(f"lost: {line}", style="bold red", markup=False)
+        console.print(f"lost: {printable(line)}", style="bold red")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """`key=value` arguments of the commands that measure nothing and so need no Hydra folder of their own."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from experiments.harness.environment import ROOT
 
 
 def read_options(arguments: Sequence[str], defaults: Mapping[str, str]) -> dict[str, str]:
@@ -13,3 +16,16 @@ def read_options(arguments: Sequence[str], defaults: Mapping[str, str]) -> dict[
             raise ValueError(f"argument {argument!r} is not understood; allowed: {allowed}")
         options[key] = value
     return options
+
+
+def existing_folder(field: str, given: str) -> Path:
+    """A folder relative to the root of the repository, or absolute. Raises ValueError if there is none."""
+    folder = ROOT / given
+    if not folder.is_dir():
+        raise ValueError(f"{field}={given!r} is not allowed; allowed: a folder that exists")
+    return folder
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, in one line; libraries break theirs into several."""
+    return " ".join(str(error).split())

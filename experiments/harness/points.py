@@ -27,6 +27,7 @@ from experiments.harness.portable import one_line, portable, portable_error
 from experiments.harness.records import FAILURES, SCHEMA, Record, RecordError, read_record, write_record
 from experiments.harness.saving import keep_rows, next_number, only_one, probe, save_measured, save_started
 from experiments.harness.sources import checkpoint_content, method_sources
+from experiments.harness.tokens import with_token_counts
 
 Run = Callable[[Measure, dict[str, Any]], Outcome]
 Check = Callable[[DictConfig], None]
@@ -92,7 +93,7 @@ def run_point(
         return _Point(cfg, measure, run or in_process, record, path)
 
     try:
-        cfg = prepare(cfg)
+        cfg = prepare(with_token_counts(cfg))
         recorded_config(cfg)
         if not cfg.get("dry_run", False):
             return _ensure(point())

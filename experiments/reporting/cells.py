@@ -1,8 +1,13 @@
 """From numbers to texts: order of rows, names, and cells of tables."""
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
+import numpy as np
 import pandas as pd
+
+Item = TypeVar("Item")
 
 # What a reader looks for first; all others follow by name.
 ORDERS = {
@@ -27,6 +32,13 @@ def with_budget(table: pd.DataFrame) -> pd.DataFrame:
         return table
     pairs = zip(table["method"], table["budget"], strict=True)
     return table.assign(method=[name if pd.isna(budget) else f"{name} ({budget:.0f})" for name, budget in pairs])
+
+
+def spread(items: Sequence[Item], most: int) -> list[Item]:
+    """`items`, or of more than `most` so many at equal distances, with the first and the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[place] for place in np.linspace(0, len(items) - 1, most).astype(int)]
 
 
 def length_text(tokens: float) -> str:

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.reporting.cells import length_text
+from experiments.reporting.cells import length_text, spread
 from experiments.reporting.drawing import (
     MOST_GROUPS,
     MOST_PANELS,
@@ -24,7 +24,6 @@ from experiments.reporting.drawing import (
     name_ticks,
     numbered,
     say_how_many,
-    spread,
     title,
 )
 from experiments.reporting.escape import for_figure, frame_for_figure

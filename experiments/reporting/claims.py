@@ -15,6 +15,7 @@ import yaml
 
 from experiments.harness.attended import SPEEDS, is_equal_work, known_share
 from experiments.harness.records import Record
+from experiments.harness.rows import NUMBER, TIMES
 from experiments.reporting.collect import hardware
 
 REPRODUCED, PARTLY, NOT_REPRODUCED, NOT_RUN = "reproduced", "partly", "not reproduced", "not run"
@@ -184,11 +185,13 @@ def _value(row: dict[str, Any], column: str | list[str]) -> float | None:
         return sum(parts) if parts else None
     name, _, category = column.partition(".")
     value = row.get(name)
-    return (value or {}).get(category) if category else value
+    if category:
+        value = value.get(category) if isinstance(value, dict) else None
+    return value if NUMBER.accepts(value) else None
 
 
 def _spread(row: dict[str, Any], samples: str | None) -> float | None:
-    if samples is None or not row.get(samples):
+    if samples is None or not TIMES.accepts(row.get(samples)):
         return None
     low, middle, high = np.percentile(row[samples], (10, 50, 90))
     return float((high - low) / 2 / middle)

@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -13,7 +12,7 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from experiments.reporting.cells import ORDERS, in_order
+from experiments.reporting.cells import ORDERS, in_order, spread
 
 # A colour for each known method, and two for others; Okabe and Ito's eight, which the colour-blind can tell apart, are
 # among them. In grey, hatches and markers tell apart.
@@ -37,8 +36,6 @@ MOST_PANELS = 12
 MOST_GROUPS = 24
 MOST_SERIES = len(PALETTE)
 _MOST_TICKS = 12
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -65,13 +62,6 @@ def style(number: int, variant: int = 0, palette: tuple[str, ...] = PALETTE) -> 
     pattern = number + variant
     color, hatch = palette[number % len(palette)], HATCHES[pattern % len(HATCHES)]
     return Style(color, hatch, MARKERS[pattern % len(MARKERS)])
-
-
-def spread(items: Sequence[Item], most: int) -> list[Item]:
-    """`items`, or of more than `most` so many at equal distances, with the first and the last."""
-    if len(items) <= most:
-        return list(items)
-    return [items[place] for place in np.linspace(0, len(items) - 1, most).astype(int)]
 
 
 def say_how_many(axis: Axes, what: str, shown: int, there: int) -> None:

@@ -67,7 +67,7 @@ def printable_frame(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _printable_column(values: pd.Series) -> pd.Series:
-    kinds = {_kind(value) for value in values} - {None} if values.dtype == object else set()
+    kinds = set() if pd.api.types.is_numeric_dtype(values) else {_kind(value) for value in values} - {None}
     if not kinds or (len(kinds) == 1 and str not in kinds):
         return values
     return values.map(lambda value: printable(value) if _kind(value) else None)

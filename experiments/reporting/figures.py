@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
-from experiments.reporting.cells import length_text, with_budget
+from experiments.reporting.cells import length_text, spread, with_budget
 from experiments.reporting.collect import Section
 from experiments.reporting.drawing import (
     MARKERS,
@@ -32,7 +32,6 @@ from experiments.reporting.drawing import (
     numbered,
     save,
     say_how_many,
-    spread,
     title,
 )
 from experiments.reporting.escape import for_figure, frame_for_figure

@@ -122,13 +122,14 @@ def attention_texts(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def kernel_texts(table: pd.DataFrame) -> pd.DataFrame:
-    """One line a kernel, variant and batch."""
+    """One line a kernel, variant and batch; a copy has no time of its own."""
+    table = table.reindex(columns=list(dict.fromkeys([*table.columns, "ms", "times_floor"])))
     return pd.DataFrame(
         {
             "kernel": table["kernel"],
             "variant": table["variant"],
             "batch": _texts(table["batch"], "{:.0f}"),
-            "us": _texts(1e3 * table["ms"], "{:.1f}"),
+            "us": _texts(1e3 * table["ms"].astype(float), "{:.1f}"),
             "GB/s": _texts(table["gb_s"], "{:.0f}"),
             "times its floor": _texts(table["times_floor"], "{:.2f}"),
         }

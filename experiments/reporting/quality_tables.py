@@ -26,6 +26,8 @@ def ruler_numbers(rows: pd.DataFrame) -> pd.DataFrame:
 def ruler_texts(table: pd.DataFrame) -> pd.DataFrame:
     """One line per task, one column per method (and budget), and the mean over the tasks that all methods have."""
     keys = ["task", "samples"]
+    # Somebody's method may have the name of a column.
+    table = table.assign(method=[f"method {name}" if name in keys else name for name in table["method"]])
     columns = list(dict.fromkeys(with_budget(in_order(table, ["method", "budget"]))["method"]))
     named = with_budget(table).assign(
         samples=fixed(table["samples"], 0), cell=[_score_text(line) for line in table.to_dict("records")]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.reporting.cells import arranged, fixed, length_text, percent, with_budget
+from experiments.reporting.cells import arranged, fixed, length_text, percent, spread, with_budget
 from experiments.reporting.collect import Section
 from experiments.reporting.files import Part, write_files
 from experiments.reporting.gpu_tables import (
@@ -32,6 +32,8 @@ from experiments.reporting.quality_tables import (
     ruler_texts,
 )
 
+# Tables of one section that are printed; a reader of more takes the CSV or Parquet file.
+MOST_PARTS = 40
 GIB = 2**30
 MIB = 2**20
 # Below this share of the total a category is not worth a name.
@@ -70,12 +72,16 @@ def numbers(name: str, section: Section) -> pd.DataFrame:
 
 
 def parts(name: str, section: Section) -> list[Part]:
-    """The tables of one section as texts."""
+    """The tables of one section as texts; of very many only some, as the last says."""
     table, made = TABLES[name], []
-    for group in split(numbers(name, section), table.apart):
+    groups = split(numbers(name, section), table.apart)
+    for group in spread(groups, MOST_PARTS):
         texts = table.texts(group)
         words = headline(group, without=texts.columns)
         made.append(Part((f"{name}: {words}" if words else name) + table.unit, texts))
+    if len(made) < len(groups):
+        note = f"{len(made)} of {len(groups)} tables, at equal distances; the others are in {name}.csv"
+        made.append(Part(f"{name}: not all", pd.DataFrame({"output": [note]})))
     return made
 
 
@@ -96,6 +102,7 @@ def headline(table: pd.DataFrame, without: Any = ()) -> str:
 def by_category(line: dict[str, Any]) -> dict[str, float]:
     """GPU bytes of a row of the residency table by category, largest first; the small ones together are "other"."""
     sizes = {name[4:-6]: size for name, size in line.items() if name.startswith("gpu_") and name.endswith("_bytes")}
+    sizes = {name: size for name, size in sizes.items() if isinstance(size, int | float)}
     large = {name: size for name, size in sizes.items() if size and size >= _SMALL * line["gpu_total"]}
     kept = dict(sorted(large.items(), key=lambda item: -item[1]))
     rest = sum(sizes.values()) - sum(kept.values())

@@ -9,9 +9,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from experiments.harness.environment import ROOT
-from experiments.reporting.cells import ORDERS
+from experiments.reporting.cells import ORDERS, spread
 from experiments.reporting.collect import Collection, collect
-from experiments.reporting.drawing import HATCHES, MARKERS, PALETTE, numbered, spread
+from experiments.reporting.drawing import HATCHES, MARKERS, PALETTE, numbered
 from experiments.reporting.figures import DRAWINGS, draw_figure
 from experiments.reporting.paper import OUTPUTS, output_figure
 
