@@ -12,6 +12,7 @@ from rich.progress import track
 from dualdecoder.checkpoints import RANDOM_PREFIX, weights_id
 from dualdecoder.engine import Engine
 from dualdecoder.errors import ConfigError, require
+from dualdecoder.prompts import chat_text
 from experiments.harness.environment import ROOT
 from experiments.harness.memory import keep_last
 
@@ -99,9 +100,8 @@ def manual_prompt(engine: Engine, tokens: int, offset: int = 0) -> list[int]:
 def question_prompt(engine: Engine, tokens: int) -> list[int]:
     """``tokens`` token ids: the manual and a question about it, in the model's chat template."""
     marker = "\x00"
-    template = engine.tokenizer.apply_chat_template(
-        [{"role": "user", "content": f"{marker}{_QUESTION}"}], tokenize=False, add_generation_prompt=True
-    )
+    messages = [{"role": "user", "content": f"{marker}{_QUESTION}"}]
+    template = chat_text(engine.tokenizer, messages, add_generation_prompt=True)
     head, tail = (engine.tokenizer(part, add_special_tokens=False).input_ids for part in template.split(marker))
     minimum = len(head) + len(tail) + 1
     require(tokens >= minimum, "context", tokens, f"at least {minimum} tokens for prompt=question")

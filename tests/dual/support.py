@@ -1,5 +1,6 @@
 """A telling small model; recording and forcing predictions, to show that they never change the result."""
 
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -101,3 +102,16 @@ def sharpened(model: Decoder) -> Decoder:
         layer.qkv_QE *= 12
         layer.output_EA *= 12
     return model
+
+
+def with_bad_token(engine: Engine, token: int, value: float = torch.nan) -> Engine:
+    """The engine with a model whose numbers are not finite as soon as it reads ``token``."""
+    model = engine.model
+    embedding_VE = model.embedding_VE.clone()
+    embedding_VE[token] = value
+    return Engine(dataclasses.replace(model, embedding_VE=embedding_VE), None, engine.method_name, engine.config)
+
+
+def new_token(tokens: list[int], least: int, elsewhere: list[int]) -> int:
+    """Place of a token from ``least`` on that occurs neither before nor ``elsewhere``."""
+    return next(i for i in range(least, len(tokens)) if tokens[i] not in tokens[:i] + elsewhere)

@@ -1,9 +1,8 @@
 """Numbers that are not finite end a run with an error that names the sequence, the dtype and what to try."""
 
-import dataclasses
-
 import pytest
 import torch
+from support import new_token, with_bad_token
 from torch import Tensor
 
 from dualdecoder import Engine
@@ -17,19 +16,6 @@ from experiments.harness.teacher import forced_logits
 METHODS = {"full_kv": {}, "dualdecoder": {"speculation": "none"}, "shadowkv": {}, "h2o": {}}
 SAMPLED = SamplingConfig(temperature=0.7, top_p=0.9)
 NEW = 12
-
-
-def with_bad_token(engine: Engine, token: int, value: float = torch.nan) -> Engine:
-    """The engine with a model whose numbers are not finite as soon as it reads ``token``."""
-    model = engine.model
-    embedding_VE = model.embedding_VE.clone()
-    embedding_VE[token] = value
-    return Engine(dataclasses.replace(model, embedding_VE=embedding_VE), None, engine.method_name, engine.config)
-
-
-def new_token(tokens: list[int], least: int) -> int:
-    """Place of a token from ``least`` on that did not occur before."""
-    return next(i for i in range(least, len(tokens)) if tokens[i] not in tokens[:i])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -50,9 +36,8 @@ def test_in_the_middle_of_decoding(tiny: Engine, random_ids, method: str, sampli
     engine = tiny.with_method(method, **METHODS[method])
     prompts = [random_ids(70), random_ids(90, 1)]
     good = [completion.token_ids for completion in engine.generate(prompts, NEW, sampling)]
-    place = new_token(good[1], 4)
+    place = new_token(good[1], 4, good[0] + prompts[0] + prompts[1])
     bad = good[1][place]
-    assert bad not in good[0][: place + 1] + prompts[0] + prompts[1]
     got: list[list[int]] = [[], []]
     with pytest.raises(NotFiniteError, match=r"^sequence 1: .* not finite .* in float32; ") as error:
         for event in with_bad_token(engine, bad).stream(prompts, NEW, sampling):
@@ -67,7 +52,7 @@ def test_a_speculated_row_that_is_not_finite_ends_the_run_too(tiny: Engine, rand
     engine = tiny.with_method("dualdecoder")
     prompt = random_ids(90, 1)
     good = engine.generate([prompt], NEW)[0].token_ids
-    place = new_token(good, 4)
+    place = new_token(good, 4, prompt)
     got: list[int] = []
     with pytest.raises(NotFiniteError, match="sequence 0"):
         got.extend(event.token_id for event in with_bad_token(engine, good[place]).stream([prompt], NEW))
@@ -81,8 +66,7 @@ def test_a_sequence_that_has_ended_does_not_matter(tiny: Engine, random_ids, met
     engine = tiny.with_method(method, **METHODS[method])
     prompts = [random_ids(70), random_ids(90, 1)]
     good = [completion.token_ids for completion in engine.generate(prompts, NEW)]
-    bad = good[1][new_token(good[1], 4)]
-    assert bad not in good[0]
+    bad = good[1][new_token(good[1], 4, good[0] + prompts[0] + prompts[1])]
     broken = with_bad_token(engine, bad)
     stopping = Engine(broken.model, None, method, engine.config, stop_ids=[bad])
     short = good[1][: good[1].index(bad) + 1]
