@@ -52,10 +52,15 @@ def arranged(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     return in_order(frame[keys + others], keys)
 
 
+def bare(name: str) -> str:
+    """A name without what stands in brackets behind it."""
+    return name.partition(" (")[0]
+
+
 def _ranks(column: pd.Series) -> pd.Series:
     if column.name not in ORDERS:
         return column
-    return column.map(lambda name: f"{_position(ORDERS[column.name], name):03d} {name}")
+    return column.map(lambda name: f"{_position(ORDERS[column.name], bare(name)):03d} {name}")
 
 
 def _position(order: tuple[str, ...], name: str) -> int:

@@ -12,7 +12,7 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from experiments.reporting.cells import ORDERS, in_order, spread
+from experiments.reporting.cells import ORDERS, bare, in_order, spread
 
 # A colour for each known method, and two for others; Okabe and Ito's eight, which the colour-blind can tell apart, are
 # among them. In grey, hatches and markers tell apart.
@@ -151,6 +151,7 @@ def method_styles(table: pd.DataFrame) -> dict[str, Style]:
     if "method" not in table:
         return numbered(table["series"].unique())
     ordered = in_order(table, [name for name in ("method", "budget") if name in table])
+    ordered = ordered.assign(method=ordered["method"].map(bare))
     numbers, variants, styles = _places(ordered["method"].unique(), ORDERS["method"]), dict[str, int](), {}
     for method, name in ordered[["method", "series"]].drop_duplicates().itertuples(index=False):
         variants[method] = variants.get(method, -1) + 1

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from experiments.harness.attended import is_equal_work, known_share
 from experiments.reporting.cells import in_order, length_text
 from experiments.reporting.charts import Chart, draw_chart
 from experiments.reporting.collect import Collection
@@ -137,13 +138,28 @@ def _accuracy_by_seed(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _speed(rows: pd.DataFrame) -> pd.DataFrame:
-    measured = rows.dropna(subset=["tokens_per_s"])
+    measured = _with_work(rows.dropna(subset=["tokens_per_s"]))
     return measured[["model", "context", "batch", "method", "tokens_per_s"]]
+
+
+def _with_work(rows: pd.DataFrame) -> pd.DataFrame:
+    """`rows` with the method's name saying so where a speed is not, or not known to be, one of equal work.
+
+    Of older records, which do not say what was attended to, the names stay as they are.
+    """
+    return rows.assign(method=[_name_with_work(row) for row in rows.to_dict("records")])
+
+
+def _name_with_work(row: dict[str, Any]) -> str:
+    share, said = known_share(row), isinstance(row.get("attended_share_basis"), str)
+    if is_equal_work(share) or not said:
+        return row["method"]
+    return f"{row['method']} ({'share unknown' if share is None else f'{100 * share:.0f} % of its set'})"
 
 
 def _latency(rows: pd.DataFrame) -> pd.DataFrame:
     """Milliseconds of a step, which is the time between two tokens of one sequence."""
-    measured = rows.dropna(subset=["tokens_per_s"])
+    measured = _with_work(rows.dropna(subset=["tokens_per_s"]))
     steps = list(measured["step_ms"])
     quantiles = {f"{name}_ms": [float(np.percentile(one, q)) for one in steps] for name, q in _QUANTILES.items()}
     return measured[["model", "context", "batch", "method"]].assign(**quantiles)

@@ -16,6 +16,7 @@ from experiments.report import build_report
 from experiments.reporting import figures, paper
 from experiments.reporting.charts import draw_chart
 from experiments.reporting.collect import Section, collect, collect_all, result_folders
+from experiments.reporting.drawing import method_styles
 from experiments.reporting.figures import draw_figure
 from experiments.reporting.paper import OUTPUTS
 
@@ -549,3 +550,17 @@ def test_a_cache_row_must_be_whole(put, rows) -> None:
     row = cached("self", "LRU", 2, True, 0.1)
     with pytest.raises(ValueError, match=r"rows\[0\]\.misses' is 1\.1; it must be a number from 0 to 1"):
         put("prediction", rows=[{**row, "misses": 1.1}])
+
+
+def test_charts_of_speeds_name_those_of_less_work(put, rows, tmp_path: Path) -> None:
+    full, dual = rows["throughput"]
+    less = {**dual, "method": "oasiskv", "attended_share": 0.144}
+    unknown = {**dual, "method": "h2o", "attended_share": None, "attended_share_basis": "unknown: evicted"}
+    older = {key: value for key, value in dual.items() if not key.startswith("attended_share")}
+    put("throughput", rows=[full, dual, less, unknown, {**older, "method": "quest"}])
+    ((_, table),) = paper.output_tables("table1", collect(tmp_path))
+    marked = ["oasiskv (14 % of its set)", "quest", "h2o (share unknown)"]
+    assert table["method"].tolist() == ["full_kv", "dualdecoder", *marked]
+    styles = method_styles(table.assign(series=table["method"]))
+    plain = method_styles(pd.DataFrame({"method": ["full_kv", "oasiskv"], "series": ["full_kv", "oasiskv"]}))
+    assert styles["oasiskv (14 % of its set)"] == plain["oasiskv"]
