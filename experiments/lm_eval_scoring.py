@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dualdecoder.engine import Engine
+from dualdecoder.finite import finite_rows, require_finite
 from dualdecoder.method import method_class
 from dualdecoder.prefill import PrefillSnapshot, prefill
 from experiments.harness.teacher import forced_logits
@@ -40,9 +41,12 @@ def _fit_together(pairs: Sequence[Pair], longest: int) -> bool:
 def _exact(engine: Engine, context: list[int], continuation: list[int]) -> Score:
     model = engine.model
     hidden_TE = prefill(model, [*context, *continuation][:-1], lambda *_: None)[len(context) - 1 :]
-    logits = (model.logits(piece_TE[None])[0] for piece_TE in hidden_TE.split(PIECE_TOKENS))
     pieces = torch.tensor(continuation, device=model.device).split(PIECE_TOKENS)
-    parts = [_score(*pair) for pair in zip(logits, pieces, strict=True)]
+    parts = []
+    for piece_TE, token_T in zip(hidden_TE.split(PIECE_TOKENS), pieces, strict=True):
+        logits_TV = model.logits(piece_TE[None])[0]
+        require_finite([bool(finite_rows(logits_TV).all())], model.dtype)
+        parts.append(_score(logits_TV, token_T))
     return sum(value for value, _ in parts), all(greedy for _, greedy in parts)
 
 

@@ -12,6 +12,7 @@ from dualdecoder.errors import NotFiniteError, UserError
 from dualdecoder.finite import finite_rows
 from dualdecoder.method import REGISTRY, method_config
 from experiments.harness.teacher import forced_logits
+from experiments.lm_eval_scoring import scores
 
 METHODS = {"full_kv": {}, "dualdecoder": {"speculation": "none"}, "shadowkv": {}, "h2o": {}}
 SAMPLED = SamplingConfig(temperature=0.7, top_p=0.9)
@@ -109,3 +110,13 @@ def test_a_snapshot_and_forced_text(tiny: Engine, random_ids) -> None:
         seen.extend(forced_logits(engine, [engine.prefill(text[:5])], [text[5:]]))
     assert len(seen) == place - 5 + 1
     assert all(logits_BV.isfinite().all() for logits_BV in seen)
+
+
+@pytest.mark.parametrize("method", ["full_kv", "dualdecoder"])
+def test_no_log_likelihood_of_numbers_that_are_not_finite(tiny: Engine, random_ids, method: str) -> None:
+    """An exact method scores from one prefill, which has no sampler that would notice."""
+    engine = tiny.with_method(method)
+    context, continuation = random_ids(40), random_ids(6, 1)
+    assert scores(engine, [(context, continuation)])[0][0] < 0
+    with pytest.raises(NotFiniteError, match="in float32"):
+        scores(with_bad_token(engine, continuation[2]), [(context, continuation)])
