@@ -1,4 +1,4 @@
-"""Committed RULER records whose answers run on behind the end of turn: their scores are those of the answers cut there."""
+"""Committed RULER records whose answers run on behind the end of turn score as if they had been cut there."""
 
 import json
 from pathlib import Path
