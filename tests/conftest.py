@@ -1,5 +1,6 @@
 """Engines and prompts shared by all tests. The real model is the embedded SmolLM2."""
 
+import interpreter  # noqa: F401  # sets the mode of Triton
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

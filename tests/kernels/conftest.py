@@ -1,14 +1,10 @@
-"""Kernel tests run on the GPU if there is one, else in Triton's interpreter on the CPU."""
+"""Kernel tests run on the GPU if there is one, else in Triton's interpreter on the CPU (``tests/interpreter.py``)."""
 
 import inspect
-import os
 from functools import cache
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
 
 @pytest.fixture(scope="session", autouse=True)
