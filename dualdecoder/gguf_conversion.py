@@ -20,7 +20,7 @@ from dualdecoder.planning import check_weights
 from dualdecoder.safetensors_folder import SINGLE
 
 # Part of a converted folder's name, raised with every change of what conversion makes of the same file.
-VERSION = 2
+VERSION = 3
 
 
 def gguf_digest(path: Path) -> str:
