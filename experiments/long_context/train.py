@@ -23,6 +23,7 @@ import torch
 from omegaconf import DictConfig
 
 from dualdecoder.checkpoints import load_tokenizer, resolve
+from dualdecoder.errors import require
 from experiments.long_context import checkpoints
 from experiments.long_context.adapter import adapt, save_adapter
 from experiments.long_context.example import Chat
@@ -36,6 +37,7 @@ from experiments.long_context.vocabulary import Vocabulary
 # From this length on, what a layer computes is not kept for the backward pass but computed again.
 RECOMPUTED = 100_000
 AHEAD = 4
+SHORTEST = 2048
 
 
 @hydra.main(version_base="1.3", config_path="../../conf", config_name="long_context")
@@ -92,6 +94,8 @@ def prepare(cfg: DictConfig) -> Trained:
     chat, texts = Chat(load_tokenizer(cfg.model)), read_texts(Path(cfg.texts))
     prose = Prose([token for text in texts.trained for token in [*chat.ids(text), *chat.stop]])
     maker = Maker(chat, Vocabulary.of(texts.trained), prose, chat.ids("\n")[-1], chat.ids(".")[-1])
+    for length, _ in cfg.stages:
+        require(length >= SHORTEST, "stages", length, f"lengths of at least {SHORTEST} tokens: a task must fit")
     stages = [Stage(length, steps) for length, steps in cfg.stages]
     return Trained(
         model, parameters, optimizer, Mixture(maker, stages, cfg.step_tokens, cfg.seed, chat.stop[0]), texts, chat
@@ -119,7 +123,7 @@ def _step(run: Trained, cfg: DictConfig, step: int, batch: Batch) -> dict[str, A
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     row = {"step": step, "task": batch.task, "length": batch.length, "rate": rate, "norm": float(norm)}
-    losses = {"prose": float(loss.prose), "answer": float(loss.answer)}
+    losses = {"prose": float(loss.prose.detach()), "answer": float(loss.answer.detach())}
     seconds = time.perf_counter() - begin
     known = {name: value for name, value in losses.items() if not math.isnan(value)}
     return {**row, **known, "tokens": batch.token_BT.numel(), "seconds": round(seconds, 3)}

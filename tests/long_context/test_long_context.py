@@ -35,7 +35,7 @@ UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{1
 @pytest.fixture(scope="module")
 def maker() -> Maker:
     chat = Chat(load_tokenizer("smollm2"))
-    syllables = ("for", "to", "in", "re", "un", "con", "de", "pro", "ad", "sub", "ex", "per", "ob", "dis", "over", "out")
+    syllables = ["for", "to", "in", "re", "un", "con", "de", "pro", "ad", "sub", "ex", "per", "ob", "dis", "over"]
     vocabulary = Vocabulary(tuple("".join(parts) for parts in product(syllables, repeat=2)))
     return Maker(chat, vocabulary, Prose(chat.ids(TEXT)), chat.ids("\n")[-1], chat.ids(".")[-1])
 
