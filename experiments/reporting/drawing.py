@@ -78,10 +78,19 @@ def save(figure: Figure | None, stem: Path) -> None:
             stem.with_suffix(suffix).unlink(missing_ok=True)
         return
     stem.parent.mkdir(parents=True, exist_ok=True)
+    _settle(figure)
     # The writer's version, the date and random ids of elements would differ from run to run.
     figure.savefig(stem.with_suffix(".png"), dpi=110, metadata={"Software": None})
     with rc_context({"svg.hashsalt": stem.name}):
         figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
+
+
+def _settle(figure: Figure) -> None:
+    """Lay the figure out once, on round places: the solver's last digits differ from run to run, and so would ids."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axis in figure.axes:
+        axis.set_position([round(float(edge), 4) for edge in axis.get_position().bounds])
 
 
 def grouped_bars(axis: Axes, table: pd.DataFrame, nothing: str = "") -> None:
